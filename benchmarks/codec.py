@@ -190,7 +190,7 @@ def phase_rows(
                         ("coefficients", SubspaceCodec, "_put_coefficients"),
                         ("coder", RansCoder, "encode"),
                         ("vectors", SubspaceCodec, "_vectors"),
-                        ("outside", SubspaceCodec, "_own_outside"),
+                        ("outside", SubspaceCodec, "_lost_outside"),
                         ("step", SegmentSample, "choose_step"),
                     )
                 }

@@ -28,6 +28,7 @@ from krul_backend.codec.subspace.quantizer import (
     step_shifts,
     token_steps,
 )
+from krul_backend.codec.subspace.vectors import TokenRows
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from tests.support.codec_builders import rotary_table
@@ -101,7 +102,7 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     segment = SegmentTokens(0, 150, 0)
 
     def coefficients(rows: torch.Tensor, num_kept: int = 128) -> torch.Tensor:
-        vectors = codec._vectors(0, layers, rows, segment)
+        vectors = codec._vectors(0, layers, TokenRows.of(rows, 0, rotary), segment)
         out = torch.empty(len(vectors), num_kept)
         codec._put_coefficients(0, vectors, out)
         return out

@@ -184,9 +184,9 @@ def test_expected_damage_is_half_of_the_quadratic_form_of_the_error(seed: int, s
         coefficients = (vectors.double() @ basis.encoder.double()).float()
         worth = torch.rand(50, generator=generator) * 3
         shifts, step = step_shifts(worth).numpy(), 2**step_log2
-        vector_sums = np.zeros((2, 128), np.float32)
-        costs = ErrorCosts.of(basis)
-        sample = GroupSample(coefficients.numpy(), worth.numpy(), shifts, 0.0, vector_sums, costs)
+        lost, vector_sums = np.zeros(50, np.float32), np.zeros((2, 128), np.float32)
+        of_basis = ErrorCosts.of(basis)
+        sample = GroupSample(coefficients.numpy(), worth.numpy(), shifts, lost, vector_sums, of_basis)
         rounded = sample.rounded(step)
         levels = torch.zeros_like(coefficients)
         levels[:, : rounded.levels.shape[1]] = torch.from_numpy(rounded.levels).float()
@@ -195,9 +195,7 @@ def test_expected_damage_is_half_of_the_quadratic_form_of_the_error(seed: int, s
         vector_errors = errors.double() @ basis.decoder.double()
         costs = ((vector_errors @ used) * vector_errors).sum(1) / 2
         expected = float(costs @ worth.double())
-        assert sample.errors(rounded, 50, np.zeros(129, np.float32)).own_damage == pytest.approx(
-            expected, rel=2e-3
-        )
+        assert sample.errors(rounded).own_damage == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0])

@@ -13,7 +13,7 @@ from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace import vectors as vectors_module
 from krul_backend.codec.subspace.bases import group_vectors
-from krul_backend.codec.subspace.vectors import put_vectors
+from krul_backend.codec.subspace.vectors import TokenRows, put_vectors
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,5 +49,5 @@ def test_vectors_are_the_kv_without_embedding_less_the_mean(data: st.DataObject)
     with pytest.MonkeyPatch.context() as patches:
         if data.draw(st.booleans(), "by torch, as on a GPU"):
             patches.setattr(vectors_module.Device, "of", lambda _: SimpleNamespace(shares_cores=False))
-        put_vectors(layers, rows, start_token, rotary, mean, found)
+        put_vectors(layers, TokenRows.of(rows, start_token, rotary), mean, found)
     torch.testing.assert_close(found, group_vectors(bare)[rows] - mean, rtol=1e-6, atol=2e-6)

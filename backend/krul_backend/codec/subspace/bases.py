@@ -113,9 +113,15 @@ class GroupBasis:
         the token, summed over the query heads of the KV head. The worth is ``sum(levels * (attention /
         means) ** slopes)`` over layers and heads.
         """
-        relative = attention.clamp_min(LEAST_ATTENTION).log() - self.attention_means[..., None]
-        worth = (relative * self.attention_slopes[..., None]).exp() * self.attention_levels[..., None]
-        return worth.sum(dim=(0, 1))
+        lines = (self.attention_means, self.attention_slopes, self.attention_levels)
+        return _worth_of_heads(attention, *lines).sum(dim=(0, 1))
+
+
+def _worth_of_heads(
+    attention: torch.Tensor, means: torch.Tensor, slopes: torch.Tensor, levels: torch.Tensor
+) -> torch.Tensor:
+    relative = attention.clamp_min(LEAST_ATTENTION).log() - means[..., None]
+    return (relative * slopes[..., None]).exp() * levels[..., None]
 
 
 _TENSORS = tuple(field.name for field in fields(GroupBasis) if field.name not in ("first_layer", "end_layer"))
@@ -152,6 +158,16 @@ class ModelBases:
     @property
     def num_layers(self) -> int:
         return self.groups[-1].end_layer
+
+    @cached_property
+    def _attention_lines(self) -> tuple[torch.Tensor, ...]:
+        names = ("attention_means", "attention_slopes", "attention_levels")
+        return tuple(torch.cat([getattr(group, name) for group in self.groups]) for name in names)
+
+    def token_worth(self, attention: torch.Tensor) -> torch.Tensor:
+        """``GroupBasis.token_worth`` of each group, ``attention [L, Hkv, T]``: fp32 ``[groups, T]``."""
+        of_layers = _worth_of_heads(attention, *self._attention_lines).sum(1)
+        return torch.stack([of_layers[group.first_layer : group.end_layer].sum(0) for group in self.groups])
 
     def layer_groups(self, coder: str) -> LayerGroups:
         """The groups of layers, as a segment that ``coder`` writes is stored."""

@@ -27,7 +27,7 @@ from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.parameters import GroupParameters, SubspaceParameters
 from krul_backend.codec.subspace.quantizer import RoundedTokens, step_shifts, token_steps
 from krul_backend.codec.subspace.sample import ErrorCosts, GroupSample, SegmentSample, scatter_signs
-from krul_backend.codec.subspace.vectors import put_vectors
+from krul_backend.codec.subspace.vectors import TokenRows, put_vectors
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
@@ -150,11 +150,11 @@ class SubspaceCodec:
             raise CodecError(f"a sample of {sample.segment} is not one of {segment}, or is of other bases")
         best = sample.choose_step(max_damage)
         groups, blocks, all_rounded, of_others = [], [], [], []
-        others = torch.from_numpy(np.delete(np.arange(num_tokens), sample.rows))
+        chunks = [] if sample.has_all else self._chunks(sample)
         for group, rounded in enumerate(best.rounded):
             before_group()
-            if len(others):
-                rounded, found = self._rounded(group, read, sample, best.step, others)
+            if chunks:
+                rounded, found = self._rounded(group, read, sample, best.step, chunks)
                 of_others.append(found)
             parameters, block = self._encode_group(group, rounded, sample, best.step, chosen)
             groups.append(parameters)
@@ -195,33 +195,35 @@ class SubspaceCodec:
         """
         segment, groups = self._segment(start_token, num_tokens), self.bases.groups
         num_sampled = min(num_tokens, _SAMPLE_TOKENS)
-        rows = torch.arange(num_sampled) * num_tokens // num_sampled
+        index = torch.arange(num_sampled) * num_tokens // num_sampled
+        rows = TokenRows.of(index, start_token, self._rotary)
         device = groups[0].mean.device
         # What the host is to have lies side by side: it waits for the device once.
-        shapes = [(len(groups), num_tokens), (1, len(groups))]
+        shapes = [(len(groups), num_tokens), (len(groups), num_sampled)]
         shapes += [(num_sampled, basis.rank) for basis in groups]
         shapes += [(2, costs.shift.shape[1]) for costs in self._costs]
         found = torch.empty(sum(map(prod, shapes)), device=device)
-        worth, own, *parts = _views(found, shapes)
+        worth, lost, *parts = _views(found, shapes)
         self._put_worth(worth, attention, segment)
         signs = torch.stack([torch.ones(num_sampled), scatter_signs(num_sampled)]).to(device)
         first_tokens = []
         for group, basis in enumerate(groups):
             layers = [read(layer) for layer in basis.layers]
-            first = [part[: segment.num_first_tokens].flatten() for kv in layers for part in tensors_of(kv)]
-            first_tokens.append(torch.cat(first).view(torch.uint8))
+            first_tokens += [
+                part[: segment.num_first_tokens].flatten() for kv in layers for part in tensors_of(kv)
+            ]
             vectors = self._vectors(group, layers, rows, segment)
             lowered = self._put_coefficients(group, vectors, parts[group])
-            own[0, group] = self._own_outside(group, lowered, worth[group, rows])
+            lost[group] = self._lost_outside(group, lowered)
             parts[len(groups) + group].copy_(basis.shift_sums(signs @ vectors))
-        worth, own, *parts = _views(found.cpu(), shapes)
-        worths, shifts, picked = worth.numpy(), step_shifts(worth).numpy(), rows.numpy()
+        worth, lost, *parts = _views(found.cpu(), shapes)
+        worths, shifts, picked = worth.numpy(), step_shifts(worth).numpy(), index.numpy()
         samples = [
             GroupSample(
                 coefficients.numpy(),
                 worths[group, picked],
                 shifts[group, picked],
-                float(own[0, group]),
+                lost[group].numpy(),
                 vector_sums.numpy(),
                 self._costs[group],
             )
@@ -229,8 +231,9 @@ class SubspaceCodec:
                 zip(parts[: len(groups)], parts[len(groups) :], strict=True)
             )
         ]
-        stored = torch.split(torch.cat(first_tokens).cpu(), list(map(len, first_tokens)))
-        return SegmentSample(self.bases, segment, picked, worths, shifts, samples, stored)
+        raw = torch.cat(first_tokens).view(torch.uint8).cpu()
+        sizes = [len(raw) * len(basis.layers) // self.bases.num_layers for basis in groups]
+        return SegmentSample(self.bases, segment, picked, worths, shifts, samples, torch.split(raw, sizes))
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
         """A decoder for blocks that were encoded with these parameters at this place.
@@ -283,32 +286,34 @@ class SubspaceCodec:
         if attention is None:
             worth.fill_(1)
         else:
-            attention = attention.to(worth.device).float()
-            for basis, of_group in zip(self.bases.groups, worth, strict=True):
-                of_group.copy_(basis.token_worth(attention[basis.first_layer : basis.end_layer]))
+            worth.copy_(self.bases.token_worth(attention.to(worth.device).float()))
         worth[:, : segment.num_first_tokens] = 0
 
+    def _chunks(self, sample: SegmentSample) -> list[TokenRows]:
+        """The tokens that are not in the sample."""
+        chunks = torch.split(torch.from_numpy(sample.others), CHUNK_TOKENS)
+        return [TokenRows.of(index, sample.segment.start_token, self._rotary) for index in chunks]
+
     def _rounded(
-        self, group: int, read: ReadLayer, sample: SegmentSample, step: float, others: torch.Tensor
+        self, group: int, read: ReadLayer, sample: SegmentSample, step: float, others: Sequence[TokenRows]
     ) -> tuple[RoundedTokens, torch.Tensor]:
         """All tokens of a segment in one group; and of ``others``, those that are not in the sample, what
-        ``GroupSample.errors`` wants, on the bases' device."""
-        basis, segment, of_sample = self.bases.groups[group], sample.segment, sample.groups[group]
+        ``SegmentSample.damage`` wants, on the bases' device."""
+        basis, of_sample = self.bases.groups[group], sample.groups[group]
         layers = [read(layer) for layer in basis.layers]
-        rounded = RoundedTokens.none(segment.num_tokens, of_sample.num_kept(step))
+        rounded = RoundedTokens.none(sample.segment.num_tokens, of_sample.num_kept(step))
         worth, steps = sample.worth[group], token_steps(step, sample.shifts[group])
         rounded.add(sample.rows, of_sample.coefficients, steps[sample.rows], worth[sample.rows])
-        vector_sum, own = torch.zeros_like(basis.mean), basis.mean.new_zeros(1)
-        for rows in torch.split(others, CHUNK_TOKENS):
-            vectors = self._vectors(group, layers, rows, segment)
-            size = (len(rows), rounded.levels.shape[1])
+        vector_sum, lost = torch.zeros_like(basis.mean), []
+        for rows in others:
+            vectors, index = self._vectors(group, layers, rows, sample.segment), rows.index.numpy()
+            size = (len(index), rounded.levels.shape[1])
             coefficients = self._memory.tensor("coefficients", size, torch.float32, vectors.device)
             lowered = self._put_coefficients(group, vectors, coefficients)
             vector_sum += vectors.sum(0)
-            worth_of_rows = worth[rows.numpy()]
-            own += self._own_outside(group, lowered, torch.from_numpy(worth_of_rows).to(own.device))
-            rounded.add(rows.numpy(), coefficients.cpu().numpy(), steps[rows.numpy()], worth_of_rows)
-        return rounded, torch.cat([own, basis.shift_sums(vector_sum[None])[0]])
+            lost.append(self._lost_outside(group, lowered))
+            rounded.add(index, coefficients.cpu().numpy(), steps[index], worth[index])
+        return rounded, torch.cat([*lost, basis.shift_sums(vector_sum[None])[0]])
 
     def _encode_group(
         self, group: int, rounded: RoundedTokens, sample: SegmentSample, step: float, coder: CoefficientCoder
@@ -330,15 +335,15 @@ class SubspaceCodec:
         return GroupParameters(all_offsets, encoded.record_num_bytes), block
 
     def _vectors(
-        self, group: int, layers: Sequence[LayerKV], rows: torch.Tensor, segment: SegmentTokens
+        self, group: int, layers: Sequence[LayerKV], rows: TokenRows, segment: SegmentTokens
     ) -> torch.Tensor:
         """The vectors of these tokens of the segment, in order, less the basis' mean: fp32 ``[n, D]``, in
         memory that the next ones are written to. They are 0 for the first tokens, of which nothing is lost.
         ``layers``: those of the group."""
         mean = self.bases.groups[group].mean
-        vectors = self._memory.tensor("vectors", (len(rows), len(mean)), torch.float32, mean.device)
-        put_vectors(layers, rows, segment.start_token, self._rotary, mean, vectors)
-        vectors[: int((rows < segment.num_first_tokens).sum())] = 0
+        vectors = self._memory.tensor("vectors", (len(rows.index), len(mean)), torch.float32, mean.device)
+        put_vectors(layers, rows, mean, vectors)
+        vectors[: int((rows.index < segment.num_first_tokens).sum())] = 0
         return vectors
 
     def _put_coefficients(self, group: int, vectors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -353,10 +358,9 @@ class SubspaceCodec:
         out[:, num_exact:] = lowered @ encoder[:, : num_kept - num_exact]
         return lowered
 
-    def _own_outside(self, group: int, lowered: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
-        """What vectors ``[T, D]``, less the mean, lose outside of the basis, each for itself, in nats before
-        the model's factor: fp32 ``[]``."""
-        return (lowered @ self._outside[group]).float().square_().sum(1) @ worth / 2
+    def _lost_outside(self, group: int, lowered: torch.Tensor) -> torch.Tensor:
+        """The squares of what vectors ``[T, D]``, less the mean, lose outside of the basis: fp32 ``[T]``."""
+        return (lowered @ self._outside[group]).float().square_().sum(1)
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:

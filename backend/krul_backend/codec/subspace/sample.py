@@ -38,8 +38,7 @@ _ROUNDS_BY_SLOPE = 8
 _LEAST_OCTAVES = 1 / 256
 """The search ends when the step is known as exactly as this."""
 
-_NO_OTHERS = np.zeros(2, np.float32)
-"""For ``GroupSample.errors``: there are no tokens but those of the sample."""
+_NONE = np.zeros(1, np.float32)
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class GroupSample:
     """The sampled tokens in one group.
 
     ``coefficients [n, R]``, ``worth [n]`` and ``shifts [n]`` of the tokens: the worth is 0 for those stored
-    as they are. ``own_outside`` is what they lose outside of the basis, each for itself. ``vector_sums [2,
+    as they are. ``lost_outside [n]``: the squares of what they lose outside of the basis. ``vector_sums [2,
     sums]``: of all of them, and times ``scatter_signs``; see ``ErrorCosts.squared_total``.
     """
 
@@ -142,7 +141,7 @@ class GroupSample:
         coefficients: Values,
         worth: Values,
         shifts: Shifts,
-        own_outside: float,
+        lost_outside: Values,
         vector_sums: Values,
         costs: ErrorCosts,
     ) -> None:
@@ -166,7 +165,7 @@ class GroupSample:
         """What rounding with a step of 1 costs if no level is zero."""
         total, signed = map(costs.squared_total, totals, vector_sums)
         scatter = scatter_of(total, signed, self.num_tokens)
-        self.outside = GroupErrors(own_outside, total, scatter, self.num_tokens)
+        self.outside = GroupErrors(float(worth @ lost_outside) / 2, total, scatter, self.num_tokens)
         """The errors that remain whatever the step."""
 
     def num_kept(self, step: float) -> int:
@@ -180,19 +179,20 @@ class GroupSample:
         rounded.add(self._rows, self.coefficients, np.float32(step) * self._steps, self._worth)
         return rounded
 
-    def errors(self, rounded: RoundedTokens, num_tokens: int, of_others: Values) -> GroupErrors:
-        """The errors of ``num_tokens`` that were rounded, of which these are a sample.
-
-        ``of_others [1 + sums]``: what those that are not in the sample lose outside of the basis, each for
-        itself, and the sum of their vectors, see ``ErrorCosts.squared_total``.
-        """
-        share, num_kept = num_tokens / self.num_tokens, len(rounded.restored)
+    def errors(
+        self, rounded: RoundedTokens, num_others: int = 0, own_outside: float = 0.0, of_others: Values = _NONE
+    ) -> GroupErrors:
+        """The errors of tokens that were rounded: these, and ``num_others`` of which these are a sample, and
+        which lose ``own_outside`` outside of the basis, each for itself. ``of_others``: the sum of their
+        vectors, see ``ErrorCosts.squared_total``."""
+        num_tokens, num_kept = self.num_tokens + num_others, len(rounded.restored)
+        share = num_tokens / self.num_tokens
         # Coefficients are rounded each for itself.
         scatter = float(rounded.squares @ self._costs.scatter[:num_kept])
         left_out, left_out_scatter = self._left_out[:, num_kept].tolist()
         return GroupErrors(
-            self.outside.own_damage + float(of_others[0]) + rounded.own_damage + share * left_out,
-            self._costs.squared_total(rounded.restored, self._vector_sum + of_others[1:]),
+            self.outside.own_damage + own_outside + rounded.own_damage + share * left_out,
+            self._costs.squared_total(rounded.restored, self._vector_sum + of_others),
             scatter + share * (self.outside.scatter + left_out_scatter),
             num_tokens,
         )
@@ -226,6 +226,16 @@ class SegmentSample:
     shifts: Shifts
     groups: Sequence[GroupSample]
     first_tokens: Sequence[torch.Tensor]
+
+    @property
+    def has_all(self) -> bool:
+        """Whether every token of the segment is in the sample."""
+        return len(self.rows) == self.segment.num_tokens
+
+    @cached_property
+    def others(self) -> Integers:
+        """The tokens of the segment that are not in the sample."""
+        return np.delete(np.arange(self.segment.num_tokens), self.rows)
 
     @cached_property
     def outside(self) -> float:
@@ -275,10 +285,16 @@ class SegmentSample:
         self, rounded: Sequence[RoundedTokens], of_others: Values | None = None
     ) -> tuple[float, float]:
         """The damage of the segment, as ``segment_damage`` returns it, by what was ``rounded`` in each group:
-        the sample or, given what ``GroupSample.errors`` wants ``of_others [groups, 1 + sums]``, all of it."""
-        num_tokens = len(self.rows) if of_others is None else self.segment.num_tokens
-        errors = (
-            group.errors(each, num_tokens, _NO_OTHERS if of_others is None else of_others[index])
-            for index, (group, each) in enumerate(zip(self.groups, rounded, strict=True))
-        )
+        the sample, or all of it. Then ``of_others [groups, any + sums]`` has the square of what each of the
+        ``others`` loses outside of the basis, and the sum of their vectors, see ``ErrorCosts``."""
+        groups = zip(self.groups, rounded, strict=True)
+        if of_others is None:
+            errors = [group.errors(each) for group, each in groups]
+        else:
+            num_others = len(self.others)
+            own = (self.worth[:, self.others] * of_others[:, :num_others]).sum(1) / 2
+            errors = [
+                group.errors(each, num_others, float(own[index]), of_others[index, num_others:])
+                for index, (group, each) in enumerate(groups)
+            ]
         return segment_damage(self.bases, self.segment, errors)
