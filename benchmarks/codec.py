@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from benchmarks.quality.model import load_model
+from krul_backend.attention.rows import attention_drawn, sample_positions
 from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
 from krul_backend.codec.coefficients.compiled import Levels, Scales, Shifts
 from krul_backend.codec.coefficients.scales import (
@@ -31,15 +32,15 @@ from krul_backend.codec.coefficients.scales import (
     alphabets,
     base_scales,
 )
-from krul_backend.codec.subspace import codec as subspace_codec
-from krul_backend.codec.subspace import sample as subspace_sample
+from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.sample import SegmentSample
+from krul_sglang.config import KrulConfig
 from krul_sglang.demo.environment import about_run
 from krul_sglang.json_file import write_json
 from krul_sglang.learning.command import cut_pieces, own_texts
-from krul_sglang.learning.reader import TextReader
+from krul_sglang.learning.reader import TextReader, capture_attention, pooled
 from krul_sglang.models.find import find_model
 
 LIMITS = (0.003, 0.01, 0.03)
@@ -164,18 +165,22 @@ def codec_rows(
 
 
 def phase_rows(
-    bases: ModelBases, reader: TextReader, ids: Sequence[int], repeats: int
+    bases: ModelBases, model: Any, rotary: RotaryTable, ids: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
     """Where the time of sampling and encoding a turn goes: medians in milliseconds of the thread.
 
     ``coefficients_ms``: the product of the turn's tokens with the basis, ``coder_ms``: the coder.
-    ``rest_share``: all else over these two. Of that, ``damage_ms`` are the other products with matrices of
-    the basis, which say what a step costs, ``sampled_ms`` the coefficients of tokens that are only sampled,
-    and ``vectors_ms`` making vectors of the pool's KV.
+    ``rest_share``: all else of ``encode_ms`` over these two. Of that, ``vectors_ms`` are making vectors of
+    the pool's KV, ``outside_ms`` the product that says what lies outside of the basis, and ``step_ms`` the
+    search for the step. ``attention_ms`` is what comes before: the attention that the turn's tokens draw from
+    64 of its queries. ``rest_share_with_attention`` counts it, too.
     """
-    codec, rows = SubspaceCodec(bases, reader.rotary, (RansCoder(),)), []
+    codec, rows = SubspaceCodec(bases, rotary, (RansCoder(),)), []
     for num_tokens, limit in product((100, len(ids)), LIMITS):
-        history = reader.read_history(ids[:num_tokens])
+        captured = capture_attention(model, ids[:num_tokens])
+        layers = [pooled(kv) for kv in captured.layers]
+        keys = [kv.k for kv in layers]
+        queries = captured.rows(sample_positions(0, num_tokens, KrulConfig().query_rows))
         samples: list[dict[str, float]] = []
         for _ in range(repeats + 1):
             with ExitStack() as patches:
@@ -185,44 +190,29 @@ def phase_rows(
                         ("coefficients", SubspaceCodec, "_put_coefficients"),
                         ("coder", RansCoder, "encode"),
                         ("vectors", SubspaceCodec, "_vectors"),
+                        ("outside", SubspaceCodec, "_lost_outside"),
                         ("step", SegmentSample, "choose_step"),
-                        ("outside", subspace_codec, "own_outside"),
-                        ("total", subspace_codec, "squared_total"),
-                        ("totals", subspace_sample, "squared_totals"),
                     )
                 }
-                place: dict[str, Any] = {
-                    "start_token": 0,
-                    "num_tokens": num_tokens,
-                    "attention": history.attention,
-                }
+                began = time.thread_time()
+                attention = attention_drawn(queries, keys.__getitem__, 0, num_tokens)
+                place: dict[str, Any] = {"start_token": 0, "num_tokens": num_tokens, "attention": attention}
                 started = time.thread_time()
-                sample = codec.sample(history.layers.__getitem__, **place)
-                sampled = 0.0 if sample.has_all else sum(seconds["coefficients"])
+                sample = codec.sample(layers.__getitem__, **place)
                 codec.encode(
-                    history.layers.__getitem__,
-                    **place,
-                    max_damage=limit,
-                    coder=RansCoder.name,
-                    sample=sample,
+                    layers.__getitem__, **place, max_damage=limit, coder=RansCoder.name, sample=sample
                 )
                 whole = time.thread_time() - started
-            of = {phase: sum(parts) for phase, parts in seconds.items()}
-            samples.append(
-                {
-                    "encode_ms": whole,
-                    "coefficients_ms": of["coefficients"] - sampled,
-                    "coder_ms": of["coder"],
-                    "sampled_ms": sampled,
-                    "vectors_ms": of["vectors"],
-                    "damage_ms": of["outside"] + of["total"] + of["totals"],
-                    "step_ms": of["step"],
-                }
-            )
+            of_phase = {f"{phase}_ms": sum(parts) for phase, parts in seconds.items()}
+            samples.append({"encode_ms": whole, **of_phase, "attention_ms": started - began})
         median = {name: 1e3 * statistics.median(each[name] for each in samples[1:]) for name in samples[0]}
         both = median["coefficients_ms"] + median["coder_ms"]
-        rest_share = (median["encode_ms"] - both) / both
-        rows.append({"num_tokens": num_tokens, "limit": limit, **median, "rest_share": rest_share})
+        rest = median["encode_ms"] - both
+        shares = {
+            "rest_share": rest / both,
+            "rest_share_with_attention": (rest + median["attention_ms"]) / both,
+        }
+        rows.append({"num_tokens": num_tokens, "limit": limit, **median, **shares})
     return rows
 
 
@@ -270,13 +260,14 @@ def main(
     torch.set_num_threads(1)
     path = find_model(model, partial(typer.echo, err=True), option="--model")
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
-    reader = TextReader(load_model(Path(path), torch.float32, "cpu"))
+    loaded = load_model(Path(path), torch.float32, "cpu")
+    reader = TextReader(loaded)
     (ids,) = cut_pieces(tokenizer, own_texts(), tokens, most=1)
     model_bases = ModelBases.load(bases)
     rows = codec_rows(model_bases, reader, ids, repeats)
     for each in rows:
         typer.echo("  ".join(f"{key} {_short(value)}" for key, value in each.items()))
-    phases = phase_rows(model_bases, reader, ids, repeats)
+    phases = phase_rows(model_bases, loaded, reader.rotary, ids, repeats)
     for each in phases:
         typer.echo("  ".join(f"{key} {_short(value)}" for key, value in each.items()))
     coders = []

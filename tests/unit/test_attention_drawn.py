@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from krul_backend.attention import rows as rows_module
 from krul_backend.attention.rows import PRIOR_ROWS, attention_drawn
 from tests.support.attention_builders import Sequence
 
@@ -34,7 +38,15 @@ def brute_force(sequence: Sequence, positions: list[int], start: int, num_tokens
     return (sums + PRIOR_ROWS * average) / (num_seen + PRIOR_ROWS)
 
 
-@settings(max_examples=40, deadline=None)
+@contextmanager
+def computed(how: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patches:
+        if how != "in compiled loops":
+            patches.setattr(rows_module.Device, "of", lambda _: SimpleNamespace(shares_cores=False))
+        yield
+
+
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_equals_a_brute_force_over_full_attention(data: st.DataObject) -> None:
     num_kv_heads = data.draw(st.integers(1, 3), "KV heads")
@@ -52,16 +64,46 @@ def test_equals_a_brute_force_over_full_attention(data: st.DataObject) -> None:
     # At least one row that sees a token of the turn; rows may be before and after it, too.
     seeing = data.draw(st.integers(start, sequence.num_tokens - 1), "a row that sees")
     positions = sorted({seeing, *data.draw(st.lists(st.sampled_from(every), max_size=8), "rows")})
-    drawn = attention_drawn(
-        sequence.rows_at(torch.tensor(positions)),
-        sequence.read_keys,
-        start,
-        num_tokens,
-        block_bytes=data.draw(st.sampled_from([1, 500, 1 << 20]), "bytes of a block"),
-    )
+    block_bytes = data.draw(st.sampled_from([1, 500, 1 << 20]), "bytes of a block")
+    with computed(data.draw(st.sampled_from(["in compiled loops", "by torch, as on a GPU"]))):
+        drawn = attention_drawn(
+            sequence.rows_at(torch.tensor(positions)),
+            sequence.read_keys,
+            start,
+            num_tokens,
+            block_bytes=block_bytes,
+        )
     assert drawn.dtype is torch.float32
     expected = brute_force(sequence, positions, start, num_tokens)
     torch.testing.assert_close(drawn.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("how", ["in compiled loops", "by torch, as on a GPU"])
+@pytest.mark.parametrize("num_tokens", [40, 150])
+def test_keys_of_16_bits_are_multiplied_as_they_are(how: str, num_tokens: int) -> None:
+    plain = Sequence.random(num_tokens=num_tokens, num_heads=6, num_kv_heads=2, head_dim=64)
+    # Scores from -40 to 40: what one row sees differs by more than fp32 can hold.
+    keys, queries = (3 * each.bfloat16() for each in (plain.keys, plain.queries))
+    sequence, exact = (
+        Sequence(queries.to(dtype), keys.to(dtype), plain.kv_heads)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    with computed(how):
+        drawn = attention_drawn(sequence.rows(), sequence.read_keys, 3, num_tokens - 3)
+    expected = brute_force(exact, list(range(num_tokens)), 3, num_tokens - 3)
+    # Scores are rounded to 8 bits.
+    torch.testing.assert_close(drawn.double(), expected, rtol=0.2, atol=1e-4)
+    assert ((drawn / expected).log().abs().mean()) < 0.02
+
+
+def test_scores_that_are_all_far_below_zero_count_like_any() -> None:
+    plain = Sequence.random(num_layers=1, num_tokens=30, num_heads=2, num_kv_heads=1)
+    keys, queries = plain.keys.clone(), plain.queries.clone()
+    keys[..., 0], queries[..., 0] = -200.0, 2.0
+    shifted = Sequence(queries, keys, plain.kv_heads)
+    drawn = attention_drawn(shifted.rows(), shifted.read_keys, 0, 30)
+    expected = brute_force(shifted, list(range(30)), 0, 30)
+    torch.testing.assert_close(drawn.double(), expected, rtol=1e-4, atol=1e-7)
 
 
 def test_all_rows_share_out_all_of_their_attention() -> None:

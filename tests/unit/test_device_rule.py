@@ -17,7 +17,7 @@ MAY_MOVE_TENSORS = {
     "backend/krul_backend/codec/triton_group_restore.py": "the coder's tables, once",
     "backend/krul_backend/codec/subspace/bases.py": "once, when bases are loaded",
     "backend/krul_backend/codec/subspace/codec.py": "the reference implementation: nothing moves on a CPU",
-    "backend/krul_backend/codec/subspace/sample.py": "a few sums of a step, after one copy to the host",
+    "backend/krul_backend/codec/subspace/vectors.py": "numbers of tokens, whose coefficients are waited for",
     "backend/krul_backend/codec/subspace/coded_tail.py": "the reference: nothing moves on a CPU",
     "krul_sglang/learning/command.py": "before anything is served",
     "krul_sglang/learning/reader.py": "before anything is served",

@@ -15,7 +15,16 @@ BACKEND = ROOT / "backend" / "krul_backend"
 ENGINE = ROOT / "krul_sglang" / "engine"
 
 BACKEND_FLOORS = (
-    ("errors", "one_line_errors", "memory", "device", "segment", "free_extents", "atomic_file"),
+    (
+        "errors",
+        "one_line_errors",
+        "memory",
+        "device",
+        "machine_code",
+        "segment",
+        "free_extents",
+        "atomic_file",
+    ),
     ("planner", "attention"),
     ("strategy",),
     ("codec",),

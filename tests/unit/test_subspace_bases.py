@@ -44,6 +44,21 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("layers_of_group", [1, 5])
+def test_shift_sums_say_what_a_common_error_costs(layers_of_group: int) -> None:
+    basis = make_bases(LayerShape(2, 32, 32, torch.float32), [layers_of_group], shift_cost=2.0).groups[0]
+    costs = torch.rand(basis.shift_costs.shape, generator=torch.Generator().manual_seed(1)) ** 4
+    basis = replace(basis, shift_costs=costs)
+    errors = torch.randn(50, len(costs), generator=torch.Generator().manual_seed(2))
+    exact, found = errors.square() @ costs, basis.shift_sums(errors).square().sum(1)
+    if layers_of_group == 1:
+        # As many sums as channels.
+        torch.testing.assert_close(found, exact)
+    ratios = found / exact
+    assert ratios.mean() == pytest.approx(1, abs=0.05)
+    assert ratios.std() < 0.15
+
+
 def test_a_file_gives_back_what_was_saved(file: Path) -> None:
     saved, loaded = bases(damage_factor=1.25), ModelBases.load(file)
     assert loaded.digest == saved.digest

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,6 +28,7 @@ from krul_backend.codec.subspace.quantizer import (
     step_shifts,
     token_steps,
 )
+from krul_backend.codec.subspace.vectors import TokenRows
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from tests.support.codec_builders import rotary_table
@@ -99,13 +101,13 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     codec = SubspaceCodec(bases, rotary, CODERS)
     segment = SegmentTokens(0, 150, 0)
 
-    def coefficients(rows: slice | torch.Tensor, num_kept: int = 128) -> torch.Tensor:
-        vectors = codec._vectors(0, layers, rows, segment)
+    def coefficients(rows: torch.Tensor, num_kept: int = 128) -> torch.Tensor:
+        vectors = codec._vectors(0, layers, TokenRows.of(rows, 0, rotary), segment)
         out = torch.empty(len(vectors), num_kept)
         codec._put_coefficients(0, vectors, out)
         return out
 
-    found = coefficients(slice(0, 150))
+    found = coefficients(torch.arange(150))
     bare = [LayerKV(rotary.unrotate(kv.k, torch.arange(150)), kv.v) for kv in layers]
     basis = bases.groups[0]
     exact = (group_vectors(bare).double() - basis.mean.double()) @ basis.encoder.double()
@@ -218,11 +220,13 @@ def test_what_the_bases_cannot_represent_counts(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("start_token", [0, 300])
 def test_what_all_tokens_are_off_by_together_costs_on_top(start_token: int) -> None:
-    bases = make_bases(standard_bases().shape, [2, 1], rank=20, shift_cost=3.0)
+    # Groups of as few channels as their costs are added up in: the sums are exact.
+    bases = make_bases(standard_bases().shape, [1, 1], rank=20, shift_cost=3.0)
     layers = make_layers(bases, 100, None, outside=OUTSIDE)
     place = {"start_token": start_token, "num_tokens": 100, "attention": None}
     outside = SubspaceCodec(bases, None, CODERS).outside(layers.__getitem__, **place)
-    without = SubspaceCodec(standard_bases(), None, CODERS).outside(layers.__getitem__, **place)
+    for_free = make_bases(standard_bases().shape, [1, 1], rank=20)
+    without = SubspaceCodec(for_free, None, CODERS).outside(layers.__getitem__, **place)
     # The first token of the conversation is stored as it is. A later turn has a quarter of the attention.
     off, share = (OUTSIDE * 0.99, 1.0) if start_token == 0 else (OUTSIDE, 0.25)
     # Of two groups.
@@ -381,7 +385,8 @@ def test_a_smaller_limit_costs_bytes_and_gives_a_smaller_error(
         make_case(bases, num_tokens=num_tokens, max_damage=each, layers=layers)
         for each in (limit, limit * factor)
     )
-    assert narrow.encoded.params["step"] <= wide.encoded.params["step"]
+    # The search may end a 256th of an octave below the largest step.
+    assert narrow.encoded.params["step"] <= wide.encoded.params["step"] * 1.003
     # The damage is within the limit, or both have the same step.
     assert narrow.encoded.damage <= max(limit * (1 + 1e-5), wide.encoded.damage * (1 + 1e-5))
     if wide.encoded.damage > limit:
@@ -467,13 +472,13 @@ def test_rounding_errors_are_bounded_and_small_numbers_are_zero(
     generator = torch.Generator().manual_seed(seed)
     coefficients = torch.randn(40, 9, generator=generator) * 2**scale_log2
     shifts = torch.randint(FINEST_SHIFT, COARSEST_SHIFT + 1, (40,), generator=generator, dtype=torch.int8)
-    steps = torch.from_numpy(token_steps(2**step_log2, shifts))[:, None]
+    steps = torch.from_numpy(token_steps(2**step_log2, shifts.numpy()))[:, None]
     worth = torch.rand(40, generator=generator)
 
     def rounded(values: torch.Tensor) -> RoundedTokens:
         found = RoundedTokens.none(40, 9)
-        found.add(0, values[:25].numpy(), steps[:25, 0].numpy(), worth[:25].numpy())
-        found.add(25, values[25:].numpy(), steps[25:, 0].numpy(), worth[25:].numpy())
+        for rows in (np.arange(0, 40, 3), np.delete(np.arange(40), np.arange(0, 40, 3))):
+            found.add(rows, values[rows].numpy(), steps[rows, 0].numpy(), worth[rows].numpy())
         return found
 
     found = rounded(coefficients)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors, split_vectors
 from krul_backend.codec.subspace.learning import DIAGONAL_SHARE, LEAST_TOKENS, BasisLearner, LearningText
 from krul_backend.codec.subspace.quantizer import SHRINK, step_shifts, token_steps
-from krul_backend.codec.subspace.sample import GroupErrors, GroupSample
+from krul_backend.codec.subspace.sample import ErrorCosts, GroupSample
 from krul_backend.errors import CodecError
 
 SHAPE = LayerShape(2, 4, 4, torch.float32)
@@ -182,14 +183,10 @@ def test_expected_damage_is_half_of_the_quadratic_form_of_the_error(seed: int, s
         vectors = planted(seed, 0.1)[group][:50] - basis.mean
         coefficients = (vectors.double() @ basis.encoder.double()).float()
         worth = torch.rand(50, generator=generator) * 3
-        shifts, step = step_shifts(worth), 2**step_log2
-        sample = GroupSample(
-            coefficients.numpy(),
-            worth.numpy(),
-            shifts,
-            GroupErrors(0.0, 0.0, 0.0, 50),
-            basis.scatter_costs.double().numpy(),
-        )
+        shifts, step = step_shifts(worth).numpy(), 2**step_log2
+        lost, vector_sums = np.zeros(50, np.float32), np.zeros((2, 128), np.float32)
+        of_basis = ErrorCosts.of(basis)
+        sample = GroupSample(coefficients.numpy(), worth.numpy(), shifts, lost, vector_sums, of_basis)
         rounded = sample.rounded(step)
         levels = torch.zeros_like(coefficients)
         levels[:, : rounded.levels.shape[1]] = torch.from_numpy(rounded.levels).float()
@@ -198,7 +195,7 @@ def test_expected_damage_is_half_of_the_quadratic_form_of_the_error(seed: int, s
         vector_errors = errors.double() @ basis.decoder.double()
         costs = ((vector_errors @ used) * vector_errors).sum(1) / 2
         expected = float(costs @ worth.double())
-        assert sample.rounding_damage(rounded) == pytest.approx(expected, rel=2e-3)
+        assert sample.errors(rounded).own_damage == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0])

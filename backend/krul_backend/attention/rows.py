@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.device import Device
+from krul_backend.machine_code import compiled_for_sums, elements, number_of
 
 CPU_BLOCK_BYTES = 8 << 20
 """Bytes of attention weights that are held at a time on a CPU: about what stays in its caches."""
 DEVICE_BLOCK_BYTES = 256 << 20
 """Bytes of attention weights that are held at a time on a GPU, where few large operations are faster."""
+
+_UNROLLED = 64
+"""Elements that a compiled loop works on at a time."""
+
+_LEAST_SCORE = np.float32(-1e30)
+_SIGN, _NOT_SIGN, _SMALLEST = np.int32(31), np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+_ONE, _HALF, _LOG2_E, _FEWEST_OCTAVES = (np.float32(each) for each in (1, 0.5, math.log2(math.e), -126))
+_S1, _S2, _S3, _S4, _S5 = (np.float32(math.log(2) ** n / math.factorial(n)) for n in range(1, 6))
 
 PRIOR_ROWS = 2.0
 """Rows of average attention that every token is given beside those that saw it: the last tokens of a turn
@@ -160,12 +173,14 @@ def attention_drawn(
     Without rows that see any of the tokens, all draw the same: ``1 / T`` of each head, where ``T`` is the
     last token's position plus one.
     """
-    device = rows.queries.device
+    device, head_dim = rows.queries.device, rows.queries.shape[3]
     kv_heads = rows.kv_heads.cpu()
     num_kv_heads = int(kv_heads.max()) + 1
     group = rows.num_heads // num_kv_heads
-    # [Hkv, query heads of each]: as many of every KV head.
-    query_heads = torch.argsort(kv_heads, stable=True).view(num_kv_heads, group).to(device)
+    queries = rows.queries
+    if not bool((kv_heads.diff() >= 0).all()):
+        # Those of one KV head side by side: as many of every one.
+        queries = queries[:, :, torch.argsort(kv_heads, stable=True).to(device)]
     end = start_token + num_tokens
     positions = rows.positions.cpu()
     used = torch.nonzero(positions >= start_token).flatten()
@@ -173,34 +188,98 @@ def attention_drawn(
     if len(used) == 0:
         return totals + group / end
     if block_bytes is None:
-        block_bytes = default_block_bytes(device)
+        # Of keys and of scores.
+        block_bytes = default_block_bytes(device) // 2
     num_visible = int(positions.max()) + 1
-    most_heads = max(1, block_bytes // (4 * num_visible * rows.queries.shape[3]))
-    head_parts = [slice(first, first + most_heads) for first in range(0, num_kv_heads, most_heads)]
-    block_rows = max(1, block_bytes // (4 * num_visible * group * min(most_heads, num_kv_heads)))
-    num_seen = torch.zeros(num_tokens)
-    tokens = torch.arange(start_token, end)
-    for block in torch.split(used, block_rows):
-        num_seen += (positions[block][:, None] >= tokens).sum(0)
-        # Every row sees the tokens before this one.
-        first_hidden = int(positions[block].min()) + 1
-        is_hidden = torch.arange(first_hidden, num_visible) > positions[block][:, None]
-        is_hidden = is_hidden.repeat_interleave(group, dim=0).to(device)
-        in_block = block.to(device)
-        for layer in range(rows.num_layers):
-            keys = read_keys(layer)[:num_visible]
-            queries = rows.queries[layer].index_select(0, in_block).float().mul_(rows.scaling)
-            for heads in head_parts:
-                # [R, H, D] -> [R, heads, group, D] -> [heads, R * group, D]
-                of_heads = queries[:, query_heads[heads]].transpose(0, 1).flatten(1, 2)
-                # One product for all of them: [heads, R * group, num_visible].
-                weights = torch.bmm(of_heads, keys[:, heads].float().permute(1, 2, 0))
-                weights[..., first_hidden:].masked_fill_(is_hidden, -torch.inf)
-                drawn = weights.softmax(dim=-1)[..., start_token:end].sum(1)
-                totals[layer, heads, : drawn.shape[1]] += drawn
+    # All heads of some layers, or some of one layer.
+    most_heads = max(1, block_bytes // (4 * num_visible * head_dim))
+    num_heads = min(most_heads, num_kv_heads)
+    num_layers = min(max(1, most_heads // num_kv_heads), rows.num_layers)
+    block_rows = max(1, block_bytes // (4 * num_visible * group * num_heads * num_layers))
+    for first_layer in range(0, rows.num_layers, num_layers):
+        layers = slice(first_layer, first_layer + num_layers)
+        of_layers = [read_keys(layer)[:num_visible] for layer in range(rows.num_layers)[layers]]
+        is_lowered = of_layers[0].dtype is torch.bfloat16 and Device(device).multiplies_bf16_fast
+        for first_head in range(0, num_kv_heads, num_heads):
+            heads = slice(first_head, first_head + num_heads)
+            # [layers, heads, num_visible, D]
+            keys = torch.stack([of_layer[:, heads].transpose(0, 1) for of_layer in of_layers])
+            keys = keys if is_lowered else keys.float()
+            # [layers, R, H, D] -> [layers, heads, R, group, D]
+            of_heads = queries[layers].view(len(keys), -1, num_kv_heads, group, head_dim)[:, :, heads]
+            of_heads = of_heads.transpose(1, 2)
+            for block in torch.split(used, block_rows):
+                of_block = keys.new_empty(*keys.shape[:2], len(block), group, head_dim)
+                torch.mul(of_heads.index_select(2, block.to(device)), rows.scaling, out=of_block)
+                # [layers * heads, R * group, num_visible]
+                scores = torch.bmm(of_block.flatten(2, 3).flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
+                of_rows = positions[block].repeat_interleave(group)
+                _add_drawn(scores, of_rows, start_token, totals[layers, heads].view(-1, num_tokens))
+    num_seen = (positions[used][:, None] >= torch.arange(start_token, end)).sum(0)
     num_seen = num_seen.to(device)
     average = totals.sum(-1, keepdim=True) / num_seen.sum()
     return (totals + PRIOR_ROWS * average) / (num_seen + PRIOR_ROWS)
+
+
+def _add_drawn(scores: torch.Tensor, positions: torch.Tensor, start: int, totals: torch.Tensor) -> None:
+    """Add what rows spend on the tokens from ``start`` on to ``totals [heads, num_tokens]``.
+
+    ``scores [heads, rows, T]``, which are overwritten, and ``positions [rows]`` on the CPU: row ``r`` sees
+    the tokens up to ``positions[r]``.
+    """
+    if Device.of(scores).shares_cores:
+        room = np.empty(scores.shape[2] + _UNROLLED, np.float32)
+        is_bf16 = scores.dtype is torch.bfloat16
+        _add_weights(elements(scores), is_bf16, positions.numpy(), start, room, totals.numpy())
+        return
+    is_hidden = torch.arange(scores.shape[2]) > positions[:, None]
+    weights = scores.masked_fill_(is_hidden.to(scores.device), -torch.inf).softmax(-1, dtype=torch.float32)
+    drawn = weights[..., start : start + totals.shape[1]].sum(1)
+    totals[:, : drawn.shape[1]] += drawn
+
+
+@compiled_for_sums
+def _add_weights(
+    scores: NDArray[Any],
+    is_bf16: bool,
+    positions: NDArray[np.int64],
+    start: int,
+    room: NDArray[np.float32],
+    totals: NDArray[np.float32],
+) -> None:
+    for head in range(scores.shape[0]):
+        for row in range(scores.shape[1]):
+            num_seen = positions[row] + 1
+            # Whole vectors: what is left over would be slow.
+            weights = room[: (num_seen + _UNROLLED - 1) // _UNROLLED * _UNROLLED]
+            of_row = scores[head, row][:num_seen]
+            for token in range(len(of_row)):
+                weights[token] = number_of(of_row[token], is_bf16)
+            weights[num_seen:] = _LEAST_SCORE
+            # Integers in the order of the numbers, of which the largest is found many times faster.
+            bits = weights.view(np.int32)
+            largest = _SMALLEST
+            for token in range(len(bits)):
+                largest = max(largest, bits[token] ^ (bits[token] >> _SIGN & _NOT_SIGN))
+            peak = np.int32(largest ^ (largest >> _SIGN & _NOT_SIGN)).view(np.float32)
+            total = np.float32(0)
+            for token in range(len(weights)):
+                weights[token] = _exp(weights[token] - peak)
+                total += weights[token]
+            inverse = _ONE / total
+            drawn, of_tokens = totals[head][: num_seen - start], weights[start:]
+            for token in range(len(drawn)):
+                drawn[token] += of_tokens[token] * inverse
+
+
+@compiled_for_sums
+def _exp(x: Any) -> Any:
+    """``e ** x`` of a number that is not above 0, to 2e-6 of it; at least 1e-38."""
+    octaves = max(x * _LOG2_E, _FEWEST_OCTAVES)
+    whole = np.floor(octaves + _HALF)
+    part = octaves - whole
+    series = _ONE + part * (_S1 + part * (_S2 + part * (_S3 + part * (_S4 + part * _S5))))
+    return series * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 def _blocks(rows: QueryRows, num_tokens: int, block_bytes: int) -> Iterator[tuple[slice, slice]]:

@@ -62,15 +62,21 @@ class RotaryTable:
         transpose over ``cos^2 + sin^2``.
         """
         turned = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        self.unrotate_in_place(turned, positions)
+        self.turn_in_place(turned, *self.inverse(positions))
         return turned
 
-    def unrotate_in_place(self, x: torch.Tensor, positions: torch.Tensor) -> None:
-        """Take the embedding off ``x [T, any, D]`` fp32 itself, of any number of dimensions; see
-        ``unrotate``."""
-        cos, sin = self._angles(x, positions)
+    def inverse(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine ``[T, rotary_dim / 2]`` of the turns that take the embedding off at ``positions
+        [T]``, over yarn's factor; on the table's device."""
+        index = positions.to(self.cos.device)
+        cos, sin = self.cos[index], self.sin[index]
         squared_factor = cos.square() + sin.square()
-        self._turn_in_place(x, cos / squared_factor, -sin / squared_factor)
+        return cos / squared_factor, -sin / squared_factor
+
+    def turn_in_place(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Turn ``x [T, any, D]`` fp32 itself, of any number of dimensions, by angles as of ``inverse``."""
+        shape = (len(x), *(1,) * (x.ndim - 2), -1)
+        self._turn_in_place(x, *(angle.to(x.device).view(shape) for angle in (cos, sin)))
 
     def move(self, x: torch.Tensor, positions: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         """Turn ``x``, which was rotated at ``positions``, as if it had been rotated at the positions ``to``.

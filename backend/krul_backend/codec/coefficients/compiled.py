@@ -1,11 +1,7 @@
-"""Compiles loops to machine code; the names and types that they share."""
+"""The names and types that compiled loops over levels share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,15 +16,3 @@ Words = NDArray[np.uint16]
 Integers = NDArray[np.int64]
 Tables = NDArray[np.uint32]
 Index = int | np.int64
-
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
-
-def compiled(function: _Function) -> _Function:
-    """Compile ``function`` to machine code at its first call. The code is kept on disk and runs without the
-    GIL.
-
-    Indices are not checked, and a division by zero does not raise, so the caller must check the arguments.
-    """
-    compile_function = numba.njit(nogil=True, cache=True, error_model="numpy")
-    return cast(_Function, compile_function(function))

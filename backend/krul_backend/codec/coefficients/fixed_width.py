@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS, Index, Integers, Levels, Words, compiled
+from krul_backend.codec.coefficients.compiled import RECORD_TOKENS, Index, Integers, Levels, Words
 from krul_backend.codec.coefficients.scales import BAND
+from krul_backend.machine_code import compiled
 
 LARGEST_WIDTH = 8
 NEAR = 32

@@ -23,8 +23,8 @@ from krul_backend.codec.coefficients.compiled import (
     Tables,
     Values,
     Words,
-    compiled,
 )
+from krul_backend.machine_code import compiled
 
 SMALLEST_SHIFT = -8
 

@@ -16,7 +16,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from krul_backend.codec.coefficients.compiled import Levels, Scales
 from krul_backend.errors import CodecError
+from krul_backend.machine_code import compiled
 
 NUM_SCALES = 48
 """Scale 0 is for coefficients that are never coded; scales 1 to 47 have a table each."""
@@ -145,6 +147,9 @@ NO_OFFSET = 8
 
 _LARGEST_OFFSET = 15
 _LARGEST_SCALE = NUM_SCALES - 1
+# Those that move scales least first: of numbers that are equally near, the first one is taken.
+_NUMBERS = np.array(sorted(range(1, _LARGEST_OFFSET + 1), key=lambda number: abs(number - NO_OFFSET)))
+_FARTHEST = BAND * NUM_SCALES
 _BORDERS = np.array([float(magnitude(scale + 0.5)) for scale in range(1, _LARGEST_SCALE)])
 
 
@@ -178,12 +183,28 @@ def best_offsets(
             f"{len(base)} base scales need as many magnitudes and levels int16 [T, {len(base)}], "
             f"not {len(target)} and {levels.dtype} {list(levels.shape)}"
         )
-    # Among numbers that are equally near, argmin takes the first: the one that moves scales least.
-    numbers = np.array(sorted(range(1, _LARGEST_OFFSET + 1), key=lambda number: abs(number - NO_OFFSET)))
-    moved = np.clip(base + numbers[:, None] - NO_OFFSET, 1, _LARGEST_SCALE)
-    starts = np.arange(0, len(base), BAND)
-    best = numbers[np.abs(np.add.reduceat(moved - target.astype(np.int64), starts, axis=1)).argmin(axis=0)]
-    return np.where(np.logical_or.reduceat(levels.any(axis=0), starts), best, 0).astype(np.uint8)
+    offsets = np.zeros(num_bands(len(base)), np.uint8)
+    _put_best_offsets(base, target, levels, offsets)
+    return offsets
+
+
+@compiled
+def _put_best_offsets(base: Scales, target: Scales, levels: Levels, offsets: Scales) -> None:
+    for band in range(len(offsets)):
+        first, end = band * BAND, min((band + 1) * BAND, len(base))
+        is_zero = True
+        for token in range(len(levels)):
+            for index in range(first, end):
+                is_zero &= levels[token, index] == 0
+            if not is_zero:
+                break
+        least = np.int64(-1 if is_zero else _FARTHEST)
+        for number in _NUMBERS:
+            distance = np.int64(0)
+            for index in range(first, end):
+                distance += min(max(base[index] + number - NO_OFFSET, 1), _LARGEST_SCALE) - target[index]
+            if abs(distance) < least:
+                least, offsets[band] = abs(distance), number
 
 
 def scales_of(base: NDArray[np.uint8], offsets: NDArray[np.uint8]) -> NDArray[np.uint8]:

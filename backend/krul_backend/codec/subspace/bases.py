@@ -35,6 +35,10 @@ FORMAT_VERSION = 2
 LEAST_ATTENTION = 1e-8
 """Attention below this counts as this much, since its logarithm is taken."""
 
+_SHIFT_SUMS = 128
+"""What all tokens are off by together is added up in so many sums of channels. In one group, its cost is then
+off by a tenth or so."""
+
 
 @dataclass(frozen=True, eq=False)
 class GroupBasis:
@@ -83,6 +87,24 @@ class GroupBasis:
         """``[R]``: ``e^2`` times this is ``shift_costs`` of an error ``e`` in one coefficient alone."""
         return self.decoder.square() @ self.shift_costs
 
+    @cached_property
+    def _shift_weights(self) -> torch.Tensor:
+        """``[D]``: the root of each channel's shift cost, with a random sign."""
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(2, self.shift_costs.shape, generator=generator).to(self.shift_costs) * 2 - 1
+        return self.shift_costs.sqrt() * signs
+
+    @cached_property
+    def _shift_places(self) -> torch.Tensor:
+        """``[D]``: the sum that each channel belongs to. Those that cost most are in different ones."""
+        return self.shift_costs.argsort(descending=True).argsort() % _SHIFT_SUMS
+
+    def shift_sums(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Add up channels of ``vectors [n, D]`` with random signs, so that the squares of the sums ``[n,
+        128]`` add up to about ``vectors^2 @ shift_costs``. Sums are many times faster to work with."""
+        sums = vectors.new_zeros(len(vectors), _SHIFT_SUMS)
+        return sums.index_add_(1, self._shift_places, vectors * self._shift_weights)
+
     def token_worth(self, attention: torch.Tensor) -> torch.Tensor:
         """Estimate what errors in each token's KV cost, relative to the average token: fp32 ``[T]``.
 
@@ -91,9 +113,15 @@ class GroupBasis:
         the token, summed over the query heads of the KV head. The worth is ``sum(levels * (attention /
         means) ** slopes)`` over layers and heads.
         """
-        relative = attention.clamp_min(LEAST_ATTENTION).log() - self.attention_means[..., None]
-        worth = (relative * self.attention_slopes[..., None]).exp() * self.attention_levels[..., None]
-        return worth.sum(dim=(0, 1))
+        lines = (self.attention_means, self.attention_slopes, self.attention_levels)
+        return _worth_of_heads(attention, *lines).sum(dim=(0, 1))
+
+
+def _worth_of_heads(
+    attention: torch.Tensor, means: torch.Tensor, slopes: torch.Tensor, levels: torch.Tensor
+) -> torch.Tensor:
+    relative = attention.clamp_min(LEAST_ATTENTION).log() - means[..., None]
+    return (relative * slopes[..., None]).exp() * levels[..., None]
 
 
 _TENSORS = tuple(field.name for field in fields(GroupBasis) if field.name not in ("first_layer", "end_layer"))
@@ -130,6 +158,16 @@ class ModelBases:
     @property
     def num_layers(self) -> int:
         return self.groups[-1].end_layer
+
+    @cached_property
+    def _attention_lines(self) -> tuple[torch.Tensor, ...]:
+        names = ("attention_means", "attention_slopes", "attention_levels")
+        return tuple(torch.cat([getattr(group, name) for group in self.groups]) for name in names)
+
+    def token_worth(self, attention: torch.Tensor) -> torch.Tensor:
+        """``GroupBasis.token_worth`` of each group, ``attention [L, Hkv, T]``: fp32 ``[groups, T]``."""
+        of_layers = _worth_of_heads(attention, *self._attention_lines).sum(1)
+        return torch.stack([of_layers[group.first_layer : group.end_layer].sum(0) for group in self.groups])
 
     def layer_groups(self, coder: str) -> LayerGroups:
         """The groups of layers, as a segment that ``coder`` writes is stored."""

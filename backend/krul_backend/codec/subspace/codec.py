@@ -26,15 +26,8 @@ from krul_backend.codec.subspace.coded_tail import (
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.parameters import GroupParameters, SubspaceParameters
 from krul_backend.codec.subspace.quantizer import RoundedTokens, step_shifts, token_steps
-from krul_backend.codec.subspace.sample import (
-    GroupErrors,
-    GroupSample,
-    SegmentSample,
-    own_outside,
-    scatter_of,
-    scatter_signs,
-    squared_total,
-)
+from krul_backend.codec.subspace.sample import ErrorCosts, GroupSample, SegmentSample, scatter_signs
+from krul_backend.codec.subspace.vectors import TokenRows, put_vectors
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
@@ -44,9 +37,6 @@ _SAMPLE_TOKENS = 128
 MOST_OUTSIDE = 0.9
 """The largest share of a limit that KV outside of the bases may cost. With less left for rounding, levels
 would become too large to be coded: such a segment is better stored in another way."""
-
-_CACHED_TOKENS = 128
-"""The vectors of so many tokens about stay in the second cache of a core while they are made."""
 
 _EXACT_COEFFICIENTS = 64
 """The first coefficients, which are the largest, are always computed in fp32. In bf16 their errors would come
@@ -100,16 +90,15 @@ class SubspaceCodec:
         self._coders = {coder.name: coder for coder in coders}
         self._num_first_tokens = num_first_tokens
         device = Device.of(bases.groups[0].mean)
-        self._block_tokens = _CACHED_TOKENS if device.shares_cores else CHUNK_TOKENS
         is_fast = device.multiplies_bf16_fast
         keeps_no_more = bases.shape.dtype is torch.bfloat16 or bases.shape.dtype.itemsize == 1
         encoding = torch.bfloat16 if is_fast and keeps_no_more else torch.float32
         # The columns after the exact ones.
         self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(encoding) for basis in bases.groups)
-        self._scatter_costs = tuple(
-            basis.scatter_costs.cpu().numpy().astype(np.float64) for basis in bases.groups
-        )
-        decoding, memory = torch.bfloat16 if is_fast else torch.float32, KeptMemory()
+        self._outside = tuple(basis.outside.to(encoding) for basis in bases.groups)
+        self._costs = tuple(map(ErrorCosts.of, bases.groups))
+        self._memory = KeptMemory()
+        decoding = torch.bfloat16 if is_fast else torch.float32
         self._transforms = tuple(
             GroupTransform(
                 basis,
@@ -117,7 +106,7 @@ class SubspaceCodec:
                 basis.magnitudes.cpu().numpy(),
                 rotary,
                 bases.shape,
-                memory,
+                self._memory,
             )
             for basis in bases.groups
         )
@@ -159,25 +148,28 @@ class SubspaceCodec:
             sample = self.sample(read, start_token=start_token, num_tokens=num_tokens, attention=attention)
         elif sample.bases is not self.bases or sample.segment != segment:
             raise CodecError(f"a sample of {sample.segment} is not one of {segment}, or is of other bases")
-        step, (damage, shift) = sample.choose_step(max_damage)
-        groups, blocks, all_rounded, vector_sums, lost_outside = [], [], [], [], []
-        for group in range(len(self.bases.groups)):
+        best = sample.choose_step(max_damage)
+        groups, blocks, all_rounded, of_others = [], [], [], []
+        chunks = [] if sample.has_all else self._chunks(sample)
+        for group, rounded in enumerate(best.rounded):
             before_group()
-            if sample.has_all:
-                rounded = sample.groups[group].rounded(step)
-            else:
-                rounded, vector_sum, own = self._rounded(group, read, sample, step)
-                vector_sums.append(vector_sum)
-                lost_outside.append(own)
-            parameters, block = self._encode_group(group, rounded, sample, step, chosen)
+            if chunks:
+                rounded, found = self._rounded(group, read, sample, best.step, chunks)
+                of_others.append(found)
+            parameters, block = self._encode_group(group, rounded, sample, best.step, chosen)
             groups.append(parameters)
             blocks.append(block)
             all_rounded.append(rounded.without_levels())
-        if not sample.has_all:
-            outside = torch.stack(lost_outside).tolist()
-            damage, shift = sample.damage(all_rounded, vector_sums, outside, num_tokens)
+        damage, shift = best.damage, best.shift_damage
+        if of_others:
+            damage, shift = sample.damage(all_rounded, torch.stack(of_others).cpu().numpy())
         of_segment = SubspaceParameters(
-            self.bases.digest, coder, segment.num_first_tokens, step, carried_damage + damage, tuple(groups)
+            self.bases.digest,
+            coder,
+            segment.num_first_tokens,
+            best.step,
+            carried_damage + damage,
+            tuple(groups),
         )
         return EncodedSegment(of_segment.to_json(), tuple(blocks), damage, shift, of_segment.mean_offset)
 
@@ -203,44 +195,45 @@ class SubspaceCodec:
         """
         segment, groups = self._segment(start_token, num_tokens), self.bases.groups
         num_sampled = min(num_tokens, _SAMPLE_TOKENS)
-        rows = torch.arange(num_sampled) * num_tokens // num_sampled
-        picked = slice(None) if num_sampled == num_tokens else rows
+        index = torch.arange(num_sampled) * num_tokens // num_sampled
+        rows = TokenRows.of(index, start_token, self._rotary)
         device = groups[0].mean.device
         # What the host is to have lies side by side: it waits for the device once.
-        shapes = [(len(groups), num_tokens), (3, len(groups)), *((num_sampled, each.rank) for each in groups)]
+        shapes = [(len(groups), num_tokens), (len(groups), num_sampled)]
+        shapes += [(num_sampled, basis.rank) for basis in groups]
+        shapes += [(2, costs.shift.shape[1]) for costs in self._costs]
         found = torch.empty(sum(map(prod, shapes)), device=device)
-        worth, costs, *coefficients = _views(found, shapes)
+        worth, lost, *parts = _views(found, shapes)
         self._put_worth(worth, attention, segment)
-        signs = scatter_signs(num_sampled).to(device)
-        vector_sums, first_tokens = [], []
-        for group, (basis, out) in enumerate(zip(groups, coefficients, strict=True)):
+        signs = torch.stack([torch.ones(num_sampled), scatter_signs(num_sampled)]).to(device)
+        first_tokens = []
+        for group, basis in enumerate(groups):
             layers = [read(layer) for layer in basis.layers]
-            first_tokens += [part[: segment.num_first_tokens] for kv in layers for part in tensors_of(kv)]
-            vectors = self._vectors(group, layers, picked, segment)
-            self._put_coefficients(group, vectors, out)
-            costs[0, group] = own_outside(basis, vectors, worth[group, picked])
-            vector_sums.append(vectors.sum(0))
-            # One after the other: on a CPU, a product of two rows at once takes three times as long.
-            costs[1, group] = squared_total(basis, out.sum(0), vector_sums[-1])
-            costs[2, group] = squared_total(basis, signs @ out, signs @ vectors)
-        worth, costs, *coefficients = _views(found.cpu(), shapes)
-        shifts = step_shifts(worth)
+            first_tokens += [
+                part[: segment.num_first_tokens].flatten() for kv in layers for part in tensors_of(kv)
+            ]
+            vectors = self._vectors(group, layers, rows, segment)
+            lowered = self._put_coefficients(group, vectors, parts[group])
+            lost[group] = self._lost_outside(group, lowered)
+            parts[len(groups) + group].copy_(basis.shift_sums(signs @ vectors))
+        worth, lost, *parts = _views(found.cpu(), shapes)
+        worths, shifts, picked = worth.numpy(), step_shifts(worth).numpy(), index.numpy()
         samples = [
             GroupSample(
-                of_group.numpy(),
-                worth[group, picked].numpy(),
+                coefficients.numpy(),
+                worths[group, picked],
                 shifts[group, picked],
-                GroupErrors(own, total, scatter_of(total, signed, num_sampled), num_sampled),
-                self._scatter_costs[group],
+                lost[group].numpy(),
+                vector_sums.numpy(),
+                self._costs[group],
             )
-            for group, (of_group, (own, total, signed)) in enumerate(
-                zip(coefficients, costs.T.tolist(), strict=True)
+            for group, (coefficients, vector_sums) in enumerate(
+                zip(parts[: len(groups)], parts[len(groups) :], strict=True)
             )
         ]
-        raw = [part.contiguous().view(torch.uint8).flatten() for part in first_tokens]
-        each = sum(map(len, raw)) // self.bases.num_layers
-        of_groups = torch.split(torch.cat(raw).cpu(), [each * len(basis.layers) for basis in groups])
-        return SegmentSample(self.bases, segment, worth, shifts, samples, vector_sums, of_groups)
+        raw = torch.cat(first_tokens).view(torch.uint8).cpu()
+        sizes = [len(raw) * len(basis.layers) // self.bases.num_layers for basis in groups]
+        return SegmentSample(self.bases, segment, picked, worths, shifts, samples, torch.split(raw, sizes))
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
         """A decoder for blocks that were encoded with these parameters at this place.
@@ -293,30 +286,34 @@ class SubspaceCodec:
         if attention is None:
             worth.fill_(1)
         else:
-            attention = attention.to(worth.device).float()
-            for basis, of_group in zip(self.bases.groups, worth, strict=True):
-                of_group.copy_(basis.token_worth(attention[basis.first_layer : basis.end_layer]))
+            worth.copy_(self.bases.token_worth(attention.to(worth.device).float()))
         worth[:, : segment.num_first_tokens] = 0
 
+    def _chunks(self, sample: SegmentSample) -> list[TokenRows]:
+        """The tokens that are not in the sample."""
+        chunks = torch.split(torch.from_numpy(sample.others), CHUNK_TOKENS)
+        return [TokenRows.of(index, sample.segment.start_token, self._rotary) for index in chunks]
+
     def _rounded(
-        self, group: int, read: ReadLayer, sample: SegmentSample, step: float
-    ) -> tuple[RoundedTokens, torch.Tensor, torch.Tensor]:
-        """All tokens of a segment in one group; the sum of their vectors, less the mean, ``[D]``; and what
-        each of them loses outside of the basis, added up in nats ``[]``, both on the bases' device."""
-        basis, segment = self.bases.groups[group], sample.segment
+        self, group: int, read: ReadLayer, sample: SegmentSample, step: float, others: Sequence[TokenRows]
+    ) -> tuple[RoundedTokens, torch.Tensor]:
+        """All tokens of a segment in one group; and of ``others``, those that are not in the sample, what
+        ``SegmentSample.damage`` wants, on the bases' device."""
+        basis, of_sample = self.bases.groups[group], sample.groups[group]
         layers = [read(layer) for layer in basis.layers]
-        rounded = RoundedTokens.none(segment.num_tokens, sample.groups[group].num_kept(step))
+        rounded = RoundedTokens.none(sample.segment.num_tokens, of_sample.num_kept(step))
         worth, steps = sample.worth[group], token_steps(step, sample.shifts[group])
-        vector_sum, own = torch.zeros_like(basis.mean), basis.mean.new_zeros(())
-        for first in range(0, segment.num_tokens, CHUNK_TOKENS):
-            rows = slice(first, min(first + CHUNK_TOKENS, segment.num_tokens))
-            vectors = self._vectors(group, layers, rows, segment)
-            coefficients = vectors.new_empty(len(vectors), rounded.levels.shape[1])
-            self._put_coefficients(group, vectors, coefficients)
+        rounded.add(sample.rows, of_sample.coefficients, steps[sample.rows], worth[sample.rows])
+        vector_sum, lost = torch.zeros_like(basis.mean), []
+        for rows in others:
+            vectors, index = self._vectors(group, layers, rows, sample.segment), rows.index.numpy()
+            size = (len(index), rounded.levels.shape[1])
+            coefficients = self._memory.tensor("coefficients", size, torch.float32, vectors.device)
+            lowered = self._put_coefficients(group, vectors, coefficients)
             vector_sum += vectors.sum(0)
-            own += own_outside(basis, vectors, worth[rows].to(vectors.device))
-            rounded.add(first, coefficients.cpu().numpy(), steps[rows], worth[rows].numpy())
-        return rounded, vector_sum, own
+            lost.append(self._lost_outside(group, lowered))
+            rounded.add(index, coefficients.cpu().numpy(), steps[index], worth[index])
+        return rounded, torch.cat([*lost, basis.shift_sums(vector_sum[None])[0]])
 
     def _encode_group(
         self, group: int, rounded: RoundedTokens, sample: SegmentSample, step: float, coder: CoefficientCoder
@@ -329,7 +326,7 @@ class SubspaceCodec:
         encoded = coder.encode(
             rounded.levels,
             scales_of(base, offsets),
-            sample.shifts[group].numpy(),
+            sample.shifts[group],
             num_threads=torch.get_num_threads(),
         )
         block = torch.cat([sample.first_tokens[group], torch.from_numpy(encoded.data)])
@@ -338,39 +335,32 @@ class SubspaceCodec:
         return GroupParameters(all_offsets, encoded.record_num_bytes), block
 
     def _vectors(
-        self, group: int, layers: Sequence[LayerKV], rows: slice | torch.Tensor, segment: SegmentTokens
+        self, group: int, layers: Sequence[LayerKV], rows: TokenRows, segment: SegmentTokens
     ) -> torch.Tensor:
-        """The vectors of these tokens of the segment, in order, less the basis' mean: fp32 ``[number of rows,
-        D]``. They are 0 for the first tokens, of which nothing is lost. ``layers``: those of the group."""
-        basis, size = self.bases.groups[group], self.bases.shape.num_kv_heads * self.bases.shape.k_head_dim
-        places = torch.arange(segment.num_tokens)[rows]
-        vectors = torch.empty(len(places), len(basis.mean), device=basis.mean.device)
-        is_slice = isinstance(rows, slice)
-        for first in range(0, len(places), self._block_tokens):
-            block = places[first : first + self._block_tokens]
-            of_block = slice(int(block[0]), int(block[-1]) + 1) if is_slice else block
-            # [T, layers * Hkv, k_head_dim]: rotating the keys of all layers at once is faster.
-            keys = torch.cat([kv.k[of_block] for kv in layers], dim=1).to(vectors.device).float()
-            if self._rotary is not None:
-                self._rotary.unrotate_in_place(keys, block + segment.start_token)
-            values = torch.cat([kv.v[of_block] for kv in layers], dim=1)
-            part = vectors[first : first + len(block)]
-            of_layers = part.view(len(block), len(layers), -1)
-            of_layers[..., :size] = keys.view(len(block), len(layers), size)
-            of_layers[..., size:] = values.view(len(block), len(layers), -1)
-            part.sub_(basis.mean)
-        vectors[: int((places < segment.num_first_tokens).sum())] = 0
+        """The vectors of these tokens of the segment, in order, less the basis' mean: fp32 ``[n, D]``, in
+        memory that the next ones are written to. They are 0 for the first tokens, of which nothing is lost.
+        ``layers``: those of the group."""
+        mean = self.bases.groups[group].mean
+        vectors = self._memory.tensor("vectors", (len(rows.index), len(mean)), torch.float32, mean.device)
+        put_vectors(layers, rows, mean, vectors)
+        vectors[: int((rows.index < segment.num_first_tokens).sum())] = 0
         return vectors
 
-    def _put_coefficients(self, group: int, vectors: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the first coefficients of ``vectors [T, D]`` to ``out`` fp32 ``[T, any]``."""
+    def _put_coefficients(self, group: int, vectors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write the first coefficients of ``vectors [T, D]`` to ``out`` fp32 ``[T, any]``. Return the vectors
+        in the type that most are multiplied in."""
         basis, encoder, num_kept = self.bases.groups[group], self._encoders[group], out.shape[1]
         if encoder.dtype is torch.float32:
             torch.mm(vectors, basis.encoder[:, :num_kept], out=out)
-            return
-        num_exact = min(num_kept, _EXACT_COEFFICIENTS)
+            return vectors
+        num_exact, lowered = min(num_kept, _EXACT_COEFFICIENTS), vectors.to(encoder.dtype)
         torch.mm(vectors, basis.encoder[:, :num_exact], out=out[:, :num_exact])
-        out[:, num_exact:] = vectors.to(encoder.dtype) @ encoder[:, : num_kept - num_exact]
+        out[:, num_exact:] = lowered @ encoder[:, : num_kept - num_exact]
+        return lowered
+
+    def _lost_outside(self, group: int, lowered: torch.Tensor) -> torch.Tensor:
+        """The squares of what vectors ``[T, D]``, less the mean, lose outside of the basis: fp32 ``[T]``."""
+        return (lowered @ self._outside[group]).float().square_().sum(1)
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
