@@ -304,6 +304,33 @@ def overlap_tables(result: Mapping[str, Any], path: Path) -> str:
     return "\n\n".join((*tables, " ".join(notes)))
 
 
+SUMMARY = {
+    "recompute": "everything computed",
+    "full-load": "everything loaded",
+    "native-planned": "heads computed while tails load",
+}
+"""The methods that the README compares, in words."""
+
+
+def overlap_summary(result: Mapping[str, Any], path: Path) -> str:
+    """The three rows that a user understands, of the longest prompts in the last setting."""
+    configuration, machine = result["configuration"], result["machine"]
+    setting = configuration["settings"][-1]
+    tokens = max(configuration["history_tokens"])
+    wanted = {**setting, "tokens": tokens, "users": 1}
+    cells = [
+        (SUMMARY[row["method"]], *(table_cells(row)[place] for place in (3, 4, 5, 11)))
+        for row in result["rows"]
+        if row["method"] in SUMMARY and all(row[name] == value for name, value in wanted.items())
+    ]
+    heads = (f"{tokens} tokens back from a disk", "TTFT", "largest", "sooner than recompute", "read")
+    rows = table(heads, cells)
+    return (
+        f"{rows}\n\n{Path(configuration['model_path']).name} in {configuration['dtype']}, an SSD that reads "
+        f"{setting['mbs']:g} MB/s, {machine['cores']} cores. {source(path)}"
+    )
+
+
 def table_cells(row: Mapping[str, Any]) -> list[str]:
     """A row as text."""
 

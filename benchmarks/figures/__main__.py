@@ -14,6 +14,7 @@ FIGURES = ROOT / "docs" / "figures"
 DRAWN = {
     "estimator": (charts.draw_estimator, "estimator-cpu.json", "estimator.png"),
     "load": (charts.draw_load, "load-cpu.json", "load.png"),
+    "overlap": (charts.draw_overlap, "overlap-cpu.json", "overlap.png"),
     "policy": (charts.draw_policy, "policy-cpu.json", "policy.png"),
     "quality": (charts.draw_quality, "quality-agent-cpu.json", "quality.png"),
     "restore": (restore.draw, "restore-cpu.json", "."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
+
+from krul_sglang.cli.trace import draw_restore
+from krul_sglang.traced_restore import TracedRestore
 
 _GOALS = {"spearman": 0.95, "overlap": 0.9}
 _MEASURES = {"spearman": "rank correlation of distances", "overlap": "same pairs chosen"}
@@ -259,3 +263,8 @@ def save(figure: Any, path: Path, **options: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, **options)
     plt.close(figure)
+
+
+def draw_overlap(result: Mapping[str, Any], path: Path) -> None:
+    """One restore on a server: when heads were computed and tails loaded, and what of each layer."""
+    draw_restore(TracedRestore.parse(result["restore"], index=0, rank=0), path)

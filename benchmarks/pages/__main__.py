@@ -19,8 +19,8 @@ from krul_sglang.demo.report import draw_demo
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
-TABLES_OF_README = ("demo", "load-summary", "serving-summary")
-ONLY_IN_README = ("load-summary", "serving-summary")
+ONLY_IN_README = ("load-summary", "overlap-summary")
+TABLES_OF_README = ("demo", *ONLY_IN_README)
 
 _CONFIGURATION_HEAD = f"""# Configuration
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks import multiturn
+from benchmarks import multiturn, overlap
 from benchmarks.load import rows as load_rows
 from benchmarks.pages import RESULTS, source, table
 from benchmarks.serving import divergence
@@ -28,6 +28,7 @@ MULTITURN_RESULT = RESULTS / "multiturn-cpu.json"
 SLOW_DISK_RESULT = RESULTS / "multiturn-slow-disk-cpu.json"
 LOAD_RESULT = RESULTS / "load-cpu.json"
 HINTS_RESULT = RESULTS / "multiturn-hints-cpu.json"
+OVERLAP_RESULT = RESULTS / "overlap-cpu.json"
 
 
 def serving_table(results: dict[Path, dict[str, Any]]) -> str:
@@ -146,20 +147,6 @@ def _turns_notes(result: dict[str, Any]) -> str:
     )
 
 
-SERVING_SUMMARY = ("configuration", "TTFT p50", "times sooner than recompute", "first turn", "answers equal")
-"""Columns of the table in the README."""
-
-
-def serving_summary(results: dict[Path, dict[str, Any]]) -> str:
-    """The least of ``serving_table``: the shortest history, few columns."""
-    if not results:
-        return ""
-    path, result = next(iter(results.items()))
-    rows = [dict(zip(COLUMNS, table_cells(row), strict=True)) for row in result["rows"]]
-    chosen = table(SERVING_SUMMARY, ([row[name] for name in SERVING_SUMMARY] for row in rows))
-    return f"{_serving_heading(result)}\n\n{chosen}\n\n{source(path)}"
-
-
 def _shown(result: dict[str, Any], rows: str, path: Path) -> str:
     """A table between the heading and the notes that all of these tables have."""
     return f"{_serving_heading(result)}\n\n{rows}\n\n{_serving_notes(path, result)}"
@@ -215,6 +202,8 @@ def serving_tables() -> dict[str, str]:
         "serving-turns": (SERVING_TURNS_RESULT, serving_turns_table),
         "load": (LOAD_RESULT, load_tables),
         "load-summary": (LOAD_RESULT, partial(load_tables, columns=LOAD_SUMMARY, most=1)),
+        "overlap": (OVERLAP_RESULT, partial(overlap.overlap_tables, path=OVERLAP_RESULT)),
+        "overlap-summary": (OVERLAP_RESULT, partial(overlap.overlap_summary, path=OVERLAP_RESULT)),
         "multiturn": (MULTITURN_RESULT, partial(multiturn_table, MULTITURN_RESULT)),
         "multiturn-slow-disk": (SLOW_DISK_RESULT, partial(multiturn_table, SLOW_DISK_RESULT)),
         "multiturn-hints": (HINTS_RESULT, partial(multiturn_table, HINTS_RESULT)),
@@ -225,5 +214,4 @@ def serving_tables() -> dict[str, str]:
             name: table(orjson.loads(path.read_bytes())) if path.exists() else ""
             for name, (path, table) in others.items()
         },
-        "serving-summary": serving_summary(serving),
     }
