@@ -22,7 +22,7 @@ from krul_backend.tiers.common.lower_tier import TailRead
 from krul_backend.tiers.common.read_queue import ReadPriority, of_a_load
 from krul_sglang.engine.restore import loading
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
-from krul_sglang.engine.restore.loading import LayerWiseLoader
+from krul_sglang.engine.restore.loading import LayerWiseLoader, Link
 from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support.engine_builders import PATIENCE_S, make_load
 from tests.support.fake_tier import FakeTier
@@ -323,3 +323,27 @@ def test_pages_that_ranks_do_not_agree_on_are_fetched_but_not_loaded(sunk: SunkR
     for layer, (new, old) in enumerate(zip(sunk.pool.copy(), before, strict=True)):
         assert torch.equal(new.k[4:], old.k[4:])
         assert torch.equal(new.k[:4], sunk.layers[layer].k[:4])
+
+
+def test_a_link_holds_loads_to_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    now_s = 100.0
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return now_s
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+
+    monkeypatch.setattr(loading, "time", Clock)
+    link = Link(2.0)
+    link.carry(1_000_000)
+    # Behind the bytes before, of which half have passed.
+    now_s = 100.25
+    link.carry(1_000_000)
+    now_s = 200.0
+    link.carry(500_000)
+    assert slept == pytest.approx([0.5, 0.75, 0.25])

@@ -72,3 +72,30 @@ def test_a_call_is_waited_for_with_its_result_or_error() -> None:
     queue.close()
     with pytest.raises(StoreClosedError):
         queue.run(lambda: 5, UPKEEP)
+
+
+def test_one_thread_of_several_is_kept_for_loads() -> None:
+    queue = ReadQueue(2, "read")
+    may_go_on, ran = threading.Event(), list[str]()
+    begun = {name: threading.Event() for name in ("prefetch", "upkeep", "load")}
+
+    def call(name: str) -> None:
+        begun[name].set()
+        assert name == "load" or may_go_on.wait(20)
+        ran.append(name)
+
+    queue.submit(lambda: call("prefetch"), PREFETCH)
+    assert begun["prefetch"].wait(20)
+    queue.submit(lambda: call("upkeep"), UPKEEP)
+    queue.submit(lambda: call("load"), LOAD)
+    assert begun["load"].wait(20)
+    assert not begun["upkeep"].is_set()
+    may_go_on.set()
+    queue.close()
+    assert ran == ["load", "prefetch", "upkeep"]
+
+
+def test_a_prefetch_that_has_begun_becomes_urgent_when_a_load_waits_for_it(held: Held) -> None:
+    assert held.first.priority == UPKEEP
+    held.first.hurry()
+    assert held.first.priority == LOAD

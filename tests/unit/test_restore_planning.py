@@ -175,6 +175,26 @@ def test_requests_of_a_batch_share_the_limit_of_head_tokens() -> None:
     assert planned.plan.head_ends[0] == END
 
 
+def test_a_request_is_planned_after_those_of_its_batch() -> None:
+    planner = HeadsPlanner(longest_heads)
+    planning = planning_of(planner, max_head_tokens=10 * NUM_TOKENS)
+    slices = leased(planning)
+    planned = [planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1) for _ in range(3)]
+    delays = [(problem.compute_delay_s, problem.load_delay_s) for problem in planner.problems]
+    first, second, _ = planned
+    assert first is not None
+    assert second is not None
+    own_s = NUM_LAYERS * planner.problems[0].own_layer_s
+    each = first.forecast.head_s + own_s, first.forecast.load_s
+    assert delays == pytest.approx([(0, 0), each, (2 * each[0], 2 * each[1])])
+    assert second.plan.end_s == pytest.approx(first.plan.end_s + each[0])
+    # What it would take if the request came alone.
+    assert second.forecast.recompute_s == pytest.approx(first.forecast.recompute_s)
+    planning.start_batch()
+    planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1)
+    assert (planner.problems[-1].compute_delay_s, planner.problems[-1].load_delay_s) == (0, 0)
+
+
 def test_a_refused_request_uses_nothing_of_the_limit() -> None:
     class EverySecond(HeadsPlanner):
         def plan(self, problem: RestoreProblem) -> RestorePlan:

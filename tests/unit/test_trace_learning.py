@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from krul_backend.device import Device, StreamClock
@@ -171,3 +172,20 @@ def test_marks_on_a_cpu_are_in_order_from_the_start() -> None:
     assert None not in seconds
     assert seconds == sorted(second for second in seconds if second is not None)
     assert [mark() for mark in marks] == seconds
+
+
+def test_forecasts_are_compared_with_what_restores_took() -> None:
+    log, _ = make_log()
+    assert log.accuracy() == {"restores": 0}
+    # Planned: 1 s each (``bare_load``).
+    for end_s in (0.9, 1.0, 1.1, 1.4):
+        log.add(make_trace(Forecast(1.0, 2.0, 8.0), end_s=end_s))
+    mixed = make_trace(Forecast(1.0, 2.0, 8.0), end_s=50.0)
+    mixed.is_mixed = True
+    log.add(mixed)
+    log.settle()
+    found = log.accuracy()
+    assert found["restores"] == 4
+    assert found["median_ratio"] == pytest.approx(1.05)
+    assert found["error_p50"] == pytest.approx(0.1)
+    assert found["error_p95"] == pytest.approx(0.4)

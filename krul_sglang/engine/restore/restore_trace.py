@@ -144,7 +144,7 @@ class TraceLog:
         return {
             "restores": len(errors),
             "median_ratio": statistics.median(self._ratios),
-            **{f"error_p{share}": errors[share * (len(errors) - 1) // 100] for share in (50, 95)},
+            **{f"error_p{share}": errors[-(-share * len(errors) // 100) - 1] for share in (50, 95)},
         }
 
     def _learn(self, trace: RestoreTrace) -> None:

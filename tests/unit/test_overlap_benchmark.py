@@ -1,0 +1,116 @@
+"""The rows of ``benchmarks.overlap``: what they say of turns that came back, and of the best possible ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.overlap import (
+    METHODS,
+    Returned,
+    Setting,
+    _as_dict,
+    _rows,
+    overlap_summary,
+    overlap_tables,
+)
+from benchmarks.serving.configuration import ServingBenchmarkError
+from krul_sglang.config import KrulConfig
+from krul_sglang.demo.player import TurnResult
+from krul_sglang.traced_restore import TracedRestore
+
+RECORDED: dict[str, Any] = {
+    "requests": [
+        {
+            "rid": "a",
+            "device_tokens": 0,
+            "restored_tokens": 64,
+            "head_ends": [48, 32, 0],
+            "planned_s": 0.9,
+        }
+    ],
+    "is_mixed": False,
+    "was_rescued": False,
+    "end_s": 1.0,
+    "streams": {
+        "load": [[0, 0.0, 0.5], [1, 0.5, 0.75], [2, 0.75, 0.9]],
+        "head": [[0, 0.0, 0.4], [1, 0.4, 0.6]],
+        "wait": [[0, 0.6, 0.61]],
+        "own": [[0, 0.61, 0.71]],
+    },
+}
+SSD = Setting("ssd", 40.0)
+
+
+def returned(ttft_s: float, restore: TracedRestore | None = None, tokens: int = 64) -> Returned:
+    turn = TurnResult("c", 2, 70, 0, 64, 4, ttft_s, ttft_s + 1, "text")
+    return Returned(tokens, (turn,), restore, 1010 if restore else 0, 1000 if restore else 0)
+
+
+def rows() -> list[dict[str, Any]]:
+    restore = TracedRestore.parse(RECORDED, index=0, rank=0)
+    return _rows(
+        SSD,
+        {
+            "recompute": [returned(3.0), returned(5.0), returned(3.0)],
+            "full-load": [returned(1.5, restore)],
+            "native-planned": [returned(1.25, restore), returned(0.75, restore), returned(1.0, restore)],
+        },
+    )
+
+
+def test_rows_compare_with_the_medians_of_computing_and_of_loading_all() -> None:
+    of = {row["method"]: row for row in rows()}
+    planned = of["native-planned"]
+    assert planned["times_sooner_than"] == {"recompute": 3.0, "full-load": 1.5}
+    assert planned["ideal_s"] == pytest.approx(1 / (1 / 3 + 1 / 1.5))
+    assert planned["largest_over_recompute"] == pytest.approx(1.25 / 3)
+    assert (planned["bytes_read"], planned["bytes_planned"], planned["head_tokens"]) == (1010, 1000, 48)
+    assert (planned["predicted_s"], planned["measured_s"]) == (0.9, 1.0)
+    assert planned["link_busy"] == pytest.approx(0.9)
+    assert planned["compute_busy"] == pytest.approx(0.7)
+    assert of["recompute"]["restored"] == 0
+    assert of["recompute"]["predicted_s"] is None
+
+
+def test_tables_have_a_line_for_each_row_and_the_readme_three_of_them() -> None:
+    result = {
+        "configuration": {
+            "model_path": "models/small",
+            "dtype": "float32",
+            "history_tokens": [64],
+            "settings": [{"tier": "ssd", "mbs": 40.0}],
+        },
+        "machine": {"cpu": "a CPU", "cores": 2},
+        "versions": {"sglang": "0"},
+        "duration_s": 60.0,
+        "rows": rows(),
+    }
+    shown = overlap_tables(result, Path("overlap-cpu.json"))
+    assert "**small in float32, from an SSD that reads 40 MB/s:**" in shown
+    assert "| native-planned | 64 | 1 | 1000 ms | 1250 ms | 3.00 | 1.50 | 1000 ms | 900 ms |" in shown
+    summary = overlap_summary(result, Path("overlap-cpu.json"))
+    assert "| heads computed while tails load | 1000 ms | 1250 ms | 3.00 |" in summary
+    assert summary.count("\n| ") == 4
+
+
+def test_the_restore_that_is_kept_can_be_drawn_again() -> None:
+    restore = TracedRestore.parse(RECORDED, index=0, rank=0)
+    kept = _as_dict(restore)
+    assert kept["requests"][0]["rid"] == ""
+    again = TracedRestore.parse(kept, index=0, rank=0)
+    assert (again.loads, again.heads, again.head_tokens(1)) == (restore.loads, restore.heads, 32)
+
+
+def test_settings_name_a_tier_and_a_rate() -> None:
+    assert Setting.parse("dram:12.5") == Setting("dram", 12.5)
+    for text in ("tape:1", "ssd", "ssd:fast"):
+        with pytest.raises(ServingBenchmarkError, match="--settings"):
+            Setting.parse(text)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_options_of_each_method_are_krul_s(method: str) -> None:
+    assert KrulConfig.from_mapping({"link_mbs": 40.0, **METHODS[method]}, method).link_mbs == 40
