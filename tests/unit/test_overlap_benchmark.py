@@ -1,4 +1,4 @@
-"""The rows of ``benchmarks.overlap``: what they say of turns that came back, and of the best possible ones."""
+"""The rows of ``benchmarks.overlap``: what they say of turns that came back, and of the best ones."""
 
 from __future__ import annotations
 
