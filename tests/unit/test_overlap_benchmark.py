@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from benchmarks.overlap import (
     overlap_summary,
     overlap_tables,
 )
+from benchmarks.pages import RESULTS
 from benchmarks.serving.configuration import ServingBenchmarkError
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo.player import TurnResult
@@ -88,10 +88,10 @@ def test_tables_have_a_line_for_each_row_and_the_readme_three_of_them() -> None:
         "duration_s": 60.0,
         "rows": rows(),
     }
-    shown = overlap_tables(result, Path("overlap-cpu.json"))
+    shown = overlap_tables(result, RESULTS / "overlap-cpu.json")
     assert "**small in float32, from an SSD that reads 40 MB/s:**" in shown
     assert "| native-planned | 64 | 1 | 1000 ms | 1250 ms | 3.00 | 1.50 | 1000 ms | 900 ms |" in shown
-    summary = overlap_summary(result, Path("overlap-cpu.json"))
+    summary = overlap_summary(result, RESULTS / "overlap-cpu.json")
     assert "| heads computed while tails load | 1000 ms | 1250 ms | 3.00 |" in summary
     assert summary.count("\n| ") == 4
 
