@@ -131,7 +131,7 @@ def ask_and_compare(
             server.settle()
             text = f"{server.name}: {key}, turn {turn}"
             if start is not None:
-                found = _compared(server, said, _predictions(answer, with_output=True), start)
+                found = _compared(server, said, predictions(answer, with_output=True), start)
                 compared[server.name].append(ComparedTurn(conversation=key, turn=turn, **found))
                 text += f": KL {found['kl']:.5f}"
             tell(text)
@@ -158,7 +158,7 @@ def _ask(server: Server, ids: list[int], *, start: int | None, max_new_tokens: i
     return said
 
 
-def _predictions(said: Mapping[str, Any], *, with_output: bool) -> Predictions:
+def predictions(said: Mapping[str, Any], *, with_output: bool) -> Predictions:
     """What a server predicted at the tokens of a prompt, and at those of its answer after them."""
     meta = said["meta_info"]
     # Nothing was computed that would predict the first one.
@@ -174,7 +174,7 @@ def _predictions(said: Mapping[str, Any], *, with_output: bool) -> Predictions:
 
 def _compared(server: Server, said: Mapping[str, Any], true: Predictions, start: int) -> dict[str, Any]:
     """All of a ``ComparedTurn`` but its name. The turn is stored by now."""
-    own = _predictions(said, with_output=False)
+    own = predictions(said, with_output=False)
     cached = said["meta_info"].get("cached_tokens_details") or {}
     budgets = [state["compression"]["budget"] or {} for state in server.krul_states()]
     budget = budgets[0] if budgets else {}

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from benchmarks.serving.configuration import Configuration
+from benchmarks.serving.divergence import (
+    ComparedTurn,
+    Predictions,
+    ask_and_compare,
+    divergences,
+    predictions,
+)
+from benchmarks.serving.servers import Server
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
-from krul_sglang.demo.conversations import load_conversations
+from krul_sglang.config import KrulConfig
+from krul_sglang.demo.conversations import Conversation, load_conversations
 from krul_sglang.demo.player import Player
 from krul_sglang.demo.server import ServerProcess
-from krul_sglang.learning.command import learn_to_files
+from krul_sglang.demo.sizing import load_token_encoder
+from krul_sglang.engine.budget.correction import HISTORIES_TO_LOOSEN, kind_of_text
+from krul_sglang.learning.command import NUM_PIECES, cut_pieces, learn_to_files, own_texts
 from krul_sglang.models.checkpoint import Checkpoint
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.support.forked_server import ForkedServer
@@ -27,9 +42,11 @@ from tests.support.scenario import (
     push_out,
     random_prompt,
     recall_facts,
+    request_payload,
     settled_stats,
     wait_for_probes,
 )
+from tests.support.tiny_model import build_tiny_model
 
 POOL_TOKENS = 4096
 ERROR_BUDGET = 0.05
@@ -37,9 +54,11 @@ TOKEN_BYTES = 12 * 2 * 64 * 2 * 4  # layers x KV heads x channels x (K, V) x byt
 TINY_TOKEN_BYTES = 4 * 2 * 64 * 2 * 4
 
 
-def learn(model: Path, cache_dir: Path, tp_size: int = 1) -> None:
-    """Learn few bases, which is fast, to where a server with this cache looks for them."""
-    lines = learn_to_files(Checkpoint(str(model)), None, num_pieces=4, tp_size=tp_size, cache_dir=cache_dir)
+def learn(model: Path, cache_dir: Path, tp_size: int = 1, num_pieces: int = 4) -> None:
+    """Learn bases, from little text, which is fast, to where a server with this cache looks for them."""
+    lines = learn_to_files(
+        Checkpoint(str(model)), None, num_pieces=num_pieces, tp_size=tp_size, cache_dir=cache_dir
+    )
     assert sum(line.startswith("wrote ") for line in lines) == tp_size
 
 
@@ -168,4 +187,128 @@ def test_two_ranks_choose_probe_and_restore_together(tiny_models: dict[str, Path
         assert math.isfinite(stats["compression"]["budget"]["last_kl"])
         # Of one rank: half of the heads.
         assert stats["stored_bytes"] < stats["stored_tokens"] * TINY_TOKEN_BYTES / 2 / 4
+        assert_nothing_left_behind(server)
+
+
+DIVERGENCE_POOL = 1024
+"""Tokens of a pool that holds two of the conversations that are compared, but not all of them."""
+LOSSY = 1e-6
+"""A divergence above what rounding leaves, in nats."""
+
+
+@pytest.fixture(scope="module")
+def learned_for_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache directory with bases of two ranks, from as much text as a server learns from by itself."""
+    cache_dir = tmp_path_factory.mktemp("krul-cache")
+    learn(REFERENCE_MODEL, cache_dir, tp_size=2, num_pieces=NUM_PIECES)
+    return cache_dir
+
+
+@pytest.fixture(scope="module")
+def control() -> Iterator[ServerProcess]:
+    """It never evicts anything."""
+    args = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384")
+    with ForkedServer(REFERENCE_MODEL, args=args) as running:
+        yield running
+
+
+def two_ranks(cache_dir: Path, error_budget: float) -> ForkedServer:
+    """They probe each turn whose KV is exact. What comes back from the host is always decoded."""
+    options = {"error_budget": error_budget, "probe_share": 1, "relearn": False}
+    args = (*bases_server_args(DIVERGENCE_POOL, cache_dir, **options), "--tp", "2")
+    return ForkedServer(REFERENCE_MODEL, args=args, env=STRICT_ON_TWO_CORES)
+
+
+def restored_turns(
+    control: ServerProcess, server: ServerProcess, conversations: Sequence[Conversation]
+) -> list[ComparedTurn]:
+    """Turns that came back from the host, with their divergence from what the control predicts there."""
+    encode, _ = load_token_encoder(str(REFERENCE_MODEL))
+    servers = [Server("device", 0, None, control), Server("compressed", 0, {}, server)]
+    configuration = Configuration(
+        str(REFERENCE_MODEL), tuple(each.name for each in servers), client="divergence", max_tokens=8
+    )
+    compared = ask_and_compare(servers, configuration, conversations, encode, lambda line: None)
+    return [turn for turn in compared["compressed"] if turn.is_restored]
+
+
+def probe_chats(server: ServerProcess, conversations: Sequence[Conversation]) -> None:
+    """Let a server measure what compression costs the first turns of conversations."""
+    encode, _ = load_token_encoder(str(REFERENCE_MODEL))
+    for conversation in conversations:
+        ask(server, encode(conversation.messages(1, {})), max_new_tokens=8)
+        settled_stats(server)
+
+
+def test_what_two_ranks_restore_diverges_by_less_than_the_default_budget(
+    control: ServerProcess, learned_for_two: Path
+) -> None:
+    """The whole divergence of both ranks' errors together, after few chats were probed. The reference model
+    loses more of its own kind of text than its bases expect, until probes have shown it."""
+    chats = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=14, turns=4)
+    with two_ranks(learned_for_two, KrulConfig().error_budget) as server:
+        probe_chats(server, chats[6:])
+        restored = restored_turns(control, server, chats[:6])
+        assert len(restored) >= 12
+        divergence = [turn.kl for turn in restored]
+        assert sum(kl > LOSSY for kl in divergence) > len(restored) / 2
+        assert LOSSY < statistics.fmean(divergence) < KrulConfig().error_budget
+        assert_nothing_left_behind(server)
+
+
+def test_a_predictable_history_that_is_probed_again_and_again_does_not_loosen_the_budget_of_chats(
+    control: ServerProcess, learned_for_two: Path
+) -> None:
+    """Text that repeats loses less than chats do. If each probe of it counted, chats would be taken to lose a
+    fraction of what they do."""
+    chats = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=21, turns=3)
+    encode, _ = load_token_encoder(str(REFERENCE_MODEL))
+    text = encode(chats[20].messages(2, {1: "I will remember that."}))
+    predictable = (2 * text)[:640]
+    assert kind_of_text(np.array(predictable)) == "varied", "it would not count for chats"
+    with two_ranks(learned_for_two, ERROR_BUDGET) as server:
+
+        def factor() -> float:
+            of_kinds = krul_stats(server)["compression"]["budget"]["correction"]
+            return float(of_kinds["varied"]["factor"])
+
+        probe_chats(server, chats[12:18])
+        before = factor()
+        num_probes = krul_stats(server)["compression"]["budget"]["probes"]
+        for _ in range(HISTORIES_TO_LOOSEN + 1):
+            ask(server, predictable, max_new_tokens=8)
+            num_probes = wait_for_probes(server, num_probes)
+            budget = krul_stats(server)["compression"]["budget"]
+            # It says that less is lost than the factor does.
+            assert budget["last_kl"] < budget["last_expected"]
+        assert factor() >= before > 1.0
+        restored = restored_turns(control, server, chats[:6])
+        assert len(restored) >= 8
+        assert LOSSY < statistics.fmean(turn.kl for turn in restored) < ERROR_BUDGET
+        assert_nothing_left_behind(server)
+
+
+def test_a_history_of_more_than_8192_tokens_comes_back_from_bases(tmp_path: Path) -> None:
+    """All of it, and what is predicted after it has changed by less than the budget."""
+    model = build_tiny_model(tmp_path / "long", max_positions=16384)
+    learn(model, tmp_path)
+    num_history, pool_tokens, error_budget = 8400, 9216, 0.1
+    (ids,) = cut_pieces(AutoTokenizer.from_pretrained(model), own_texts(), num_history + 64, 1)
+    wanted = {"logprob_start_len": num_history - 1, "top_logprobs_num": 512, "max_new_tokens": 1}
+    args = bases_server_args(pool_tokens, tmp_path, error_budget=error_budget, relearn=False)
+
+    def ask_all(server: ServerProcess) -> tuple[dict[str, int], Predictions]:
+        said = server.post_json("/generate", request_payload(ids, **wanted))
+        found = said["meta_info"]["cached_tokens_details"] or {}
+        return found, predictions(said, with_output=True)
+
+    with ForkedServer(model, args=args, env=STRICT) as server:
+        num_compressed = settled_stats(server)["compression"]["subspace_turns"]
+        found, computed = ask_all(server)
+        assert found == {}
+        assert settled_stats(server)["compression"]["subspace_turns"] == num_compressed + 1
+        push_out(server, num_tokens=pool_tokens, seed="long")
+        found, restored = ask_all(server)
+        assert found == {"device": 0, "host": num_history // 16 * 16 - 16}
+        assert LOSSY < divergences(computed, restored).mean() < error_budget
         assert_nothing_left_behind(server)

@@ -28,12 +28,14 @@ from tests.support.scenario import (
     ask,
     assert_nothing_left_behind,
     assert_same,
+    daemon_pid,
     krul_stats,
     push_out,
     random_prompt,
     request_payload,
     settled_stats,
     small_krul_server_args,
+    wait_until_connected,
 )
 from tests.support.server_plugin import WITH_PLUGIN
 from tests.support.store_builders import wait_until
@@ -80,19 +82,6 @@ def krul_server(
     args = (*small_krul_server_args(POOL_TOKENS, {"planner": "full-load", **options}), *more)
     with ForkedServer(model, args=args, env=STRICT, log_path=log_path) as server:
         yield server
-
-
-def daemon_pid(server: ServerProcess) -> int:
-    """Of the daemon that the server started last."""
-    return int(re.findall(r"krul.*daemon(?: restarted, process)? (\d+)", server.log_text())[-1])
-
-
-def wait_until_connected(server: ServerProcess, timeout_s: float = 60.0) -> dict[str, Any]:
-    deadline_s = time.monotonic() + timeout_s
-    while not (stats := krul_stats(server))["daemon"]["is_connected"]:
-        assert time.monotonic() < deadline_s, f"the daemon never came back: {stats['daemon']}"
-        time.sleep(0.2)
-    return stats
 
 
 def backend(*arguments: str) -> str:

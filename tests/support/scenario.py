@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -211,6 +212,19 @@ def krul_stats(server: ServerProcess) -> dict[str, Any]:
 def settled_stats(server: ServerProcess) -> dict[str, Any]:
     """Krul's counters once no copy is under way."""
     return wait_for_saves(server)[0]
+
+
+def daemon_pid(server: ServerProcess) -> int:
+    """Of the daemon that the server started last."""
+    return int(re.findall(r"krul.*daemon(?: restarted, process)? (\d+)", server.log_text())[-1])
+
+
+def wait_until_connected(server: ServerProcess, timeout_s: float = 60.0) -> dict[str, Any]:
+    deadline_s = time.monotonic() + timeout_s
+    while not (stats := krul_stats(server))["daemon"]["is_connected"]:
+        assert time.monotonic() < deadline_s, f"the daemon never came back: {stats['daemon']}"
+        time.sleep(0.2)
+    return stats
 
 
 def assert_nothing_left_behind(server: ServerProcess, failed_batches: int = 0) -> None:
