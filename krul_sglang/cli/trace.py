@@ -7,8 +7,9 @@ server does not keep when they happened.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,24 @@ def draw_restore(restore: TracedRestore, path: Path) -> None:
         figure.savefig(file, format="png", dpi=120)
 
 
-def format_table(restores: Iterable[TracedRestore]) -> str:
-    """A table with one line for each restore; notes follow at the end of a line."""
+def format_table(restores: Sequence[TracedRestore]) -> str:
+    """A table with one line for each restore, notes at the end of a line; then how good the plans were."""
     rows = [_COLUMNS, *(_row(restore) for restore in restores)]
     widths = [max(map(len, column)) for column in zip(*(row[: len(_COLUMNS)] for row in rows), strict=True)]
     lines = []
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
         lines.append("  ".join([*cells, *row[len(widths) :]]))
+    errors = [
+        abs(restore.end_s / restore.planned_s - 1)
+        for restore in restores
+        if restore.planned_s > 0 and not (restore.is_mixed or restore.was_rescued)
+    ]
+    if errors:
+        lines.append(
+            f"measured is off from planned by {statistics.median(errors):.0%} in the median, "
+            f"{max(errors):.0%} at most"
+        )
     return "\n".join(lines)
 
 

@@ -195,11 +195,13 @@ def test_a_rescue_shows_the_heads_of_the_plan() -> None:
 
 
 def test_the_table() -> None:
-    header, first, second = format_table(restores(RECORDED, RESCUED)).splitlines()
+    header, first, second, quality = format_table(restores(RECORDED, RESCUED)).splitlines()
     assert header.split("  ")[0] == "restore"
     assert first.split() == ["0", "96", "48", "/", "0", "1.5", "2.0", "75%", "70%", "2", "requests"]
     assert second.split()[:9] == ["1", "64", "32", "/", "0", "1.5", "10.0", "0%", "20%"]
     assert second.endswith("beside requests with nothing to restore; the load failed, all was computed")
+    # The rescued one had another forward, which was not planned.
+    assert quality == "measured is off from planned by 33% in the median, 33% at most"
     assert first.index("2.0") + len("2.0") == header.index("measured ms") + len("measured ms")
 
 
@@ -208,7 +210,7 @@ def test_the_command_writes_the_trace_and_prints_the_table(server: FakeServer, t
     path = tmp_path / "trace.json"
     result = run("--url", f"{server.url}/", "--output", path, "--api-key", "secret")
     assert result.exit_code == 0, result.output
-    assert len(result.stdout.splitlines()) == 3
+    assert len(result.stdout.splitlines()) == 4
     trace = json.loads(path.read_text())
     assert len(slices(trace)) == 14
     assert [event["name"] for event in trace["traceEvents"] if event["ph"] == "i"] == [
