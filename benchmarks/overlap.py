@@ -313,22 +313,21 @@ SUMMARY = {
 
 
 def overlap_summary(result: Mapping[str, Any], path: Path) -> str:
-    """The three rows that a user understands, of the longest prompts in the last setting."""
+    """What a user understands: three ways to bring the longest prompts back, in each setting."""
     configuration, machine = result["configuration"], result["machine"]
-    setting = configuration["settings"][-1]
     tokens = max(configuration["history_tokens"])
-    wanted = {**setting, "tokens": tokens, "users": 1}
+    places = {DRAM_TIER: "a link", "ssd": "a disk"}
     cells = [
-        (SUMMARY[row["method"]], *(table_cells(row)[place] for place in (3, 4, 5, 11)))
+        (
+            f"{places[row['tier']]}, {SUMMARY[row['method']]}",
+            *(table_cells(row)[place] for place in (3, 5, 11)),
+        )
         for row in result["rows"]
-        if row["method"] in SUMMARY and all(row[name] == value for name, value in wanted.items())
+        if row["method"] in SUMMARY and (row["tokens"], row["users"]) == (tokens, 1)
     ]
-    heads = (f"{tokens} tokens back from a disk", "TTFT", "largest", "sooner than recompute", "read")
-    rows = table(heads, cells)
-    return (
-        f"{rows}\n\n{Path(configuration['model_path']).name} in {configuration['dtype']}, an SSD that reads "
-        f"{setting['mbs']:g} MB/s, {machine['cores']} cores. {source(path)}"
-    )
+    heads = (f"{tokens} tokens through", "TTFT", "sooner than recompute", "read")
+    mbs = ", ".join(f"{setting['mbs']:g}" for setting in configuration["settings"][:1])
+    return f"{table(heads, cells)}\n\n{mbs} MB/s, {machine['cores']} cores. {source(path)}"
 
 
 def table_cells(row: Mapping[str, Any]) -> list[str]:

@@ -189,7 +189,7 @@ def draw_load(result: dict[str, Any], path: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.grid(axis="y", alpha=0.3)
     handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    figure.legend(handles, names, loc="outside lower center", ncols=3)
     save(figure, path, dpi=120)
 
 

@@ -84,8 +84,8 @@ def multiturn_table(path: Path, result: dict[str, Any]) -> str:
 
 
 LOAD_SUMMARY = (
-    *("configuration", "TTFT mean", "p90", "times sooner than recompute", "first turn", "requests/s"),
-    *("found", "possible", "not stored", "held"),
+    *("configuration", "TTFT mean", "times sooner than recompute", "TPOT", "requests/s", "found"),
+    "not stored",
 )
 
 
@@ -103,7 +103,16 @@ def load_tables(
             f"pool of {load['device_tokens']}:**"
         )
         cells = [dict(zip(load_rows.COLUMNS, load_rows.table_cells(row), strict=True)) for row in rows]
+        if most is not None:
+            # Without spreads.
+            cells = [{name: cell.split(" (")[0] for name, cell in row.items()} for row in cells]
         tables.append(f"{heading}\n\n{table(columns, ([row[name] for name in columns] for row in cells))}")
+    if most is not None:
+        notes: tuple[str, ...] = (
+            "TTFT: of returning turns. device: a pool that holds all. compressed: strategy = subspace, in a",
+            f"tenth of the memory. {source(LOAD_RESULT)}",
+        )
+        return "\n\n".join((*tables, " ".join(notes)))
     notes = (
         f"Users think {configuration.get('think_time_s', 0):g} s in the mean, nothing is waited for, and",
         "options are krul's defaults. Means over blocks (least-largest); TTFT and found: of returning turns;",
