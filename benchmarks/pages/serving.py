@@ -17,13 +17,11 @@ from benchmarks.serving.rows import COLUMNS, ratio_cell, table_cells
 
 SERVING_RESULTS = (
     RESULTS / "serving-cpu.json",
-    RESULTS / "serving-compressed-cpu.json",
     RESULTS / "serving-3000-cpu.json",
 )
 """By the length of the history; those that were measured are shown."""
 SERVING_LENGTHS_RESULT = RESULTS / "serving-lengths-cpu.json"
 SERVING_TURNS_RESULT = RESULTS / "serving-turns-cpu.json"
-SERVING_SLOW_RESULT = RESULTS / "serving-slow-cpu.json"
 MULTITURN_RESULT = RESULTS / "multiturn-cpu.json"
 SLOW_DISK_RESULT = RESULTS / "multiturn-slow-disk-cpu.json"
 LOAD_RESULT = RESULTS / "load-cpu.json"
@@ -57,25 +55,6 @@ def serving_lengths_table(result: dict[str, Any]) -> str:
             found = f"{group['restored']:.0%}", ratio_cell(ratio), f"{ratio['min']:.2f}"
             rows.append((tokens, row["configuration"], group["turns"], *found))
     return _shown(result, table(heads, rows, left=(0, 1)), SERVING_LENGTHS_RESULT)
-
-
-def serving_slow_table(result: dict[str, Any]) -> str:
-    """Returning turns from an SSD that reads slowly: against computing, and against loading all of it."""
-    heads = (
-        *("configuration", "TTFT p50", "p90", "times sooner than recompute", "smallest"),
-        *("times sooner than full load", "smallest", "found on", "stored", "expected of the SSD"),
-    )
-    rows = []
-    for row, server in zip(result["rows"], result["servers"], strict=True):
-        cells = dict(zip(COLUMNS, table_cells(row), strict=True))
-        ssd_mbs = (server["tiers_mbs"] or {}).get("ssd")
-        parts = [cells["configuration"], cells["TTFT p50"], cells["p90"]]
-        for other in ("recompute", "full_load"):
-            ratio = row.get(f"times_sooner_than_{other}")
-            parts += ["-", "-"] if ratio is None else [ratio_cell(ratio), f"{ratio['min']:.2f}"]
-        parts += [cells["found on"], cells["stored"], "-" if ssd_mbs is None else f"{ssd_mbs:.0f} MB/s"]
-        rows.append(parts)
-    return _shown(result, table(heads, rows), SERVING_SLOW_RESULT)
 
 
 def multiturn_table(path: Path, result: dict[str, Any]) -> str:
@@ -207,7 +186,6 @@ def serving_tables() -> dict[str, str]:
     serving = {path: orjson.loads(path.read_bytes()) for path in SERVING_RESULTS if path.exists()}
     others: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
         "serving-lengths": (SERVING_LENGTHS_RESULT, serving_lengths_table),
-        "serving-slow": (SERVING_SLOW_RESULT, serving_slow_table),
         "serving-turns": (SERVING_TURNS_RESULT, serving_turns_table),
         "load": (LOAD_RESULT, load_tables),
         "load-summary": (LOAD_RESULT, partial(load_tables, columns=LOAD_SUMMARY, most=1)),

@@ -188,7 +188,6 @@ def test_a_request_is_planned_after_those_of_its_batch() -> None:
     each = first.forecast.head_s + own_s, first.forecast.load_s
     for number, delay in enumerate(delays):
         assert delay == pytest.approx((number * each[0], number * each[1]))
-    assert second.plan.end_s == pytest.approx(first.plan.end_s + each[0])
     # What it would take if the request came alone.
     assert second.forecast.recompute_s == pytest.approx(first.forecast.recompute_s)
     planning.start_batch()

@@ -11,13 +11,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.pages.serving import serving_slow_table
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
-from benchmarks.serving.rows import row
 from benchmarks.serving.servers import make_server
 from benchmarks.serving.slow_ssd import SlowDisk
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
-from krul_sglang.demo.player import TurnResult
 from krul_sglang.demo.sizing import PoolSizes
 
 MIB = 1 << 20
@@ -78,39 +75,3 @@ def test_a_server_joins_a_daemon_that_has_its_options(tmp_path: Path) -> None:
 def test_a_rate_without_a_tier_or_below_zero_is_refused(changes: dict[str, float | None]) -> None:
     with pytest.raises(ServingBenchmarkError, match="--ssd-read-mbs"):
         replace(SLOW, **changes)  # type: ignore[arg-type]
-
-
-def test_the_page_compares_with_computing_and_with_loading_everything() -> None:
-    ttft_s = {"recompute": (4.0, 6.0), "native": (1.0, 2.0), "full-load": (2.0, 3.0)}
-    turns = {
-        name: [TurnResult("a", 1, 100, 0, 0, 5, 9.0, 9.5, "yes")]
-        + [TurnResult("a", 2, 100, 10, 80, 5, seconds, seconds + 1, "yes") for seconds in each]
-        for name, each in ttft_s.items()
-    }
-    rows = [
-        row(
-            name,
-            turns,
-            reference="recompute",
-            busy_s=1.0,
-            hit_pages={} if name == "recompute" else {"ssd": 5},
-            theoretical_hit_rate=0.9,
-            bytes_stored=None if name == "recompute" else 3 * MIB,
-        )
-        for name in turns
-    ]
-    result = {
-        "configuration": {**SLOW.to_json(), "dtype": "float32", "total_tokens": 9},
-        "machine": {"cpu": "a CPU", "cores": 2},
-        "versions": {"sglang": "0"},
-        "duration_s": 60.0,
-        "rows": rows,
-        "servers": [
-            {"tiers_mbs": None if name == "recompute" else {"dram": 9e3, "ssd": 117.6}} for name in turns
-        ],
-    }
-    table = serving_slow_table(result)
-    assert "an SSD that reads 120 MB/s:**" in table
-    assert "| recompute | 4000 ms | 6000 ms | - | - | 0.50 (0.50-0.50) | 0.50 | device 10% | - | - |" in table
-    assert "| native | 1000 ms | 2000 ms | 3.50 (3.25-3.75) | 3.00 | 1.75 (1.62-1.88) | 1.50 | " in table
-    assert "| 2.00 (2.00-2.00) | 2.00 | - | - | device 10% ssd 80% | 3 MiB | 118 MB/s |" in table
