@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from krul_backend.errors import ManifestError, NotAdmittedError, TierReadError
 from krul_backend.tiers.common.interface import Lease, SegmentSlice, SegmentTail
 from krul_backend.tiers.common.lower_tier import TailRead
-from krul_backend.tiers.common.read_queue import ReadQueue
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 from tests.support.daemon_builders import WatchedStore, serving
 from tests.support.fake_tier import FakeTier
 from tests.support.store_builders import (
@@ -243,10 +243,10 @@ class OrderedTier(FakeTier):
         super().__init__()
         self.order: list[tuple[str, int]] = []
 
-    def fetch(self, reads: Sequence[TailRead]) -> None:
+    def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         for read in reads:
             read.landed = partial(self._land, read, read.landed)
-        super().fetch(reads)
+        super().fetch(reads, priority)
 
     def _land(self, read: TailRead, landed: object, layer: int) -> None:
         self.order.append((read.run.segment.manifest.page_keys[0], layer))
