@@ -492,15 +492,17 @@ def test_wrong_bytes_before_an_end_do_not_matter_to_it(host: Host, cluster: Fake
     assert len(report.bad_segments) == 1
 
 
-def test_an_evicted_block_fails_its_segment_alone(host: Host, cluster: FakeCluster) -> None:
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_evicted_block_fails_its_segment_alone(host: Host, cluster: FakeCluster, layer: int) -> None:
     tier = host()
     _, runs = put_three(tier)
-    del cluster.objects[runs[0].segment.block_key(1)]
+    del cluster.objects[runs[0].segment.block_key(layer)]
     tails = Tails(runs, [(20, 20)] * 3)
     tier.fetch(tails.reads)
     assert list(tails.errors) == [0]
     assert "not in the Mooncake cluster any more" in str(tails.errors[0])
-    assert tails.order == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)]
+    # Nothing of it lands after that.
+    assert tails.order == [*[(0, 0)] * layer, (1, 0), (2, 0), (1, 1), (2, 1)]
     assert (tier.stats().evicted_segments, tier.stats().is_suspended) == (1, False)
     # Nothing of it is read of which the object is not asked for.
     cluster.objects.pop(runs[1].segment.block_key(1))

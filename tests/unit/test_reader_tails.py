@@ -17,7 +17,7 @@ from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import CodecError, TierReadError
 from krul_backend.planner.interface import RestorePlan
-from krul_backend.tiers.common.interface import SegmentSlice, SegmentTail, checksums_of, tail_is_right
+from krul_backend.tiers.common.interface import Block, SegmentSlice, SegmentTail, checksums_of, tail_is_right
 from krul_sglang.engine.restore.load_batch import Load
 from krul_sglang.engine.restore.segment_reader import (
     GroupReader,
@@ -26,7 +26,7 @@ from krul_sglang.engine.restore.segment_reader import (
     UnitReader,
     open_segments,
 )
-from krul_sglang.engine.restore.tail_groups import TailGroups
+from krul_sglang.engine.restore.tail_groups import TailGroup, TailGroups
 from tests.support import segment_builders as units
 from tests.support.engine_builders import NO_FORECAST, TensorPool, read_tails
 from tests.support.segment_builders import Stored, in_ranges, lease_of
@@ -86,20 +86,34 @@ def fetched(segment: Stored, source: SegmentSlice, tail: SegmentTail) -> Segment
 
 
 def load(readers: Sequence[SegmentReader], head_ends: Heads, slots: torch.Tensor, pool: TensorPool) -> None:
-    """Read as the loader does; whatever is announced to be checked is there, with right checksums."""
+    """Read as the loader does; what is announced to be checked is right, and nothing else is read."""
     lease: Any = None
     plan = RestorePlan(head_ends, 1.0)
     batch = Load(lease, tuple(readers), slots, readers[0].first_token, plan, NO_FORECAST)
     tails = TailGroups(list(batch.parts()), pool.streams)
-    for layer in range(pool.num_layers):
-        for group in tails.of_layer(layer):
-            for source, of_layer, num_bytes in group.blocks:
-                block, checksum = source.blocks[of_layer], source.checksums[of_layer]
-                assert num_bytes <= block.nbytes
-                assert tail_is_right(block, checksum, num_bytes, source.header.range_bytes)
-            group.fetch(pool.streams)
-            group.restore(pool)
+    checked: dict[tuple[int, int], int] = {}
+    end_of_block = SegmentReader._end_of_block
+
+    def checked_end(reader: SegmentReader, of_layer: int, num_bytes: int) -> Block:
+        assert num_bytes <= checked[reader.source.segment_id, of_layer]
+        return end_of_block(reader, of_layer, num_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SegmentReader, "_end_of_block", checked_end)
+        for layer in range(pool.num_layers):
+            for group in tails.of_layer(layer):
+                load_group(group, checked, pool)
     tails.check()
+
+
+def load_group(group: TailGroup, checked: dict[tuple[int, int], int], pool: TensorPool) -> None:
+    for source, of_layer, num_bytes in group.blocks:
+        block, checksum = source.blocks[of_layer], source.checksums[of_layer]
+        assert num_bytes <= block.nbytes
+        assert tail_is_right(block, checksum, num_bytes, source.header.range_bytes)
+        checked[source.segment_id, of_layer] = num_bytes
+    group.fetch(pool.streams)
+    group.restore(pool)
 
 
 def loaded(
