@@ -22,6 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from benchmarks.options import names, numbers
 from benchmarks.pages import source, table
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.conversations import generated_conversation
@@ -263,8 +266,6 @@ def _longest(returned: Sequence[Returned]) -> TracedRestore | None:
 
 def _as_dict(restore: TracedRestore) -> dict[str, Any]:
     """What ``TracedRestore.parse`` reads, without what names the request."""
-    import msgspec
-
     value: dict[str, Any] = msgspec.to_builtins(restore)
     streams = {"load": "loads", "head": "heads", "wait": "waits", "own": "own"}
     value["streams"] = {stream: value.pop(name) for stream, name in streams.items()}
@@ -384,22 +385,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--json", type=Path, help="file for the result")
     add("--model", default="smollm2", help="smollm2, bundled, a folder or a hub name (smollm2)")
-    add("--settings", type=_names, default=["dram:40", "ssd:40"], help="tier:MBS, several (dram:40,ssd:40)")
-    add("--methods", type=_names, default=[*METHODS], help=", ".join(METHODS))
-    add("--tokens", type=_numbers, default=[512, 1024, 2048], help="lengths of prompts (512,1024,2048)")
+    add("--settings", type=names, default=["dram:40", "ssd:40"], help="tier:MBS, several (dram:40,ssd:40)")
+    add("--methods", type=names, default=[*METHODS], help=", ".join(METHODS))
+    add("--tokens", type=numbers, default=[512, 1024, 2048], help="lengths of prompts (512,1024,2048)")
     add("--pair-tokens", type=int, default=1024, help="length of the prompts of two users (1024)")
     add("--turns", type=int, default=4, help="turns of each prompt, of which the first computes it (4)")
     add("--dtype", default="float32", help="SGLang's (float32)")
     add("--host-memory", default="160MiB", help="host memory over an SSD, for one prompt (160MiB)")
     return parser
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in _names(text)]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.load.run import CONFIGURATIONS, POOL_SHARE, run
+from benchmarks.options import names, numbers
 from benchmarks.pages.serving import load_tables
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from krul_backend.errors import KrulError
@@ -63,10 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, help="file for the summary of the result")
     add("--raw", type=Path, help="file for the result with every turn")
     add("--model", default="smollm2", help="smollm2, bundled, a folder or a hub name (smollm2)")
-    add("--configurations", type=_names, default=[*CONFIGURATIONS], help=", ".join(CONFIGURATIONS))
+    add("--configurations", type=names, default=[*CONFIGURATIONS], help=", ".join(CONFIGURATIONS))
     add("--blocks", type=int, default=2, help="how often each of them runs (2)")
-    add("--users", type=_numbers, default=[8], help="users side by side, one number or several (8)")
-    add("--dtype", type=_names, default=["float32"], help="float32, bfloat16 or both (float32)")
+    add("--users", type=numbers, default=[8], help="users side by side, one number or several (8)")
+    add("--dtype", type=names, default=["float32"], help="float32, bfloat16 or both (float32)")
     add("--turns", type=int, default=5, help="turns of each user (5)")
     add("--think-time", type=float, default=3.0, help="mean seconds before a turn (3)")
     add("--data", type=Path, help="folder of JSONL files with session_id, timestamp and input, for texts")
@@ -77,14 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--server-arg", action="append", default=[], help="one more argument of every server, repeatable")
     add("--seed", type=int, default=0, help="of the think times (0)")
     return parser
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in _names(text)]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import names, numbers
 from benchmarks.restore.configuration import Configuration, TierSpec
 from benchmarks.restore.model import SHAPES
 from benchmarks.restore.rows import summarize
@@ -114,15 +115,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--raw", type=Path, help="file for the result with every sample")
     add("--device", choices=("cpu", "cuda"), default=_DEFAULTS.device)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default=_DEFAULTS.dtype)
-    add("--shape", dest="shapes", type=_names, default=_DEFAULTS.shapes, help=f"some of {', '.join(SHAPES)}")
+    add("--shape", dest="shapes", type=names, default=_DEFAULTS.shapes, help=f"some of {', '.join(SHAPES)}")
     tiers = "some of dram, ssd; dram:0.2 is limited to 0.2 GB/s"
-    add("--tier", dest="tiers", type=_names, default=("dram",), help=tiers)
+    add("--tier", dest="tiers", type=names, default=("dram",), help=tiers)
     add("--bandwidth", type=float, help="GB/s to which tiers without a limit of their own are limited")
     history = "stored tokens, as 512,1024,2048"
-    add("--history", dest="history_tokens", type=_numbers, default=_DEFAULTS.history_tokens, help=history)
+    add("--history", dest="history_tokens", type=numbers, default=_DEFAULTS.history_tokens, help=history)
     add("--new-tokens", type=int, default=_DEFAULTS.new_tokens, help="tokens of the returning turn")
     add("--turns", type=int, default=_DEFAULTS.turns, help="segments that the history is stored as")
-    add("--segments", type=_numbers, help="only the host's cost of prefixes of 1,5,20 segments: no model")
+    add("--segments", type=numbers, help="only the host's cost of prefixes of 1,5,20 segments: no model")
     add("--page-size", type=int, default=_DEFAULTS.page_size, help="heads end at a multiple of it")
     add("--repeats", type=int, default=_DEFAULTS.repeats, help="timed restores of each method")
     add("--max-load-s", type=float, default=_DEFAULTS.max_load_s, help="no setting with longer full loads")
@@ -131,15 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=_DEFAULTS.threads, help="that compute on a CPU; one more loads")
     add("--ssd-folder", type=Path, help="where the tier ssd keeps its file (default: a temporary folder)")
     return parser
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Raises ValueError, which argparse turns into its own message."""
-    return tuple(int(number) for number in text.split(","))
 
 
 if __name__ == "__main__":

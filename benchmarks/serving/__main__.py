@@ -17,6 +17,7 @@ from rich.logging import RichHandler
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.options import names, numbers
 from benchmarks.serving import divergence, rows
 from benchmarks.serving.configuration import CLIENTS, Configuration, ServingBenchmarkError
 from benchmarks.serving.run import Tell, run
@@ -97,7 +98,7 @@ def parser(defaults: Configuration, *, prog: str, description: str) -> argparse.
     add("--raw", "file for the result with every turn", type=Path)
     add("--figure", "PNG file: time to the first token by turn", type=Path)
     add("--model", "smollm2, bundled, a folder or a hub name (smollm2)", to="model_path", default="smollm2")
-    add("--configurations", "what to compare (" + ",".join(defaults.servers) + ")", to="servers", type=_names)
+    add("--configurations", "what to compare (" + ",".join(defaults.servers) + ")", to="servers", type=names)
     add("--at-once", "servers that run at the same time, instead of all", type=int)
     add(
         "--client",
@@ -111,7 +112,7 @@ def parser(defaults: Configuration, *, prog: str, description: str) -> argparse.
         "tokens of first prompts, as 1000 or 64,256,1024; with --data, of the longest "
         f"({','.join(map(str, defaults.history_tokens))})",
         to="history_tokens",
-        type=_numbers,
+        type=numbers,
     )
     add("--turn-tokens", "tokens of later messages that are generated, instead of short questions", type=int)
     add("--users", "conversations", type=int)
@@ -147,14 +148,6 @@ def parser(defaults: Configuration, *, prog: str, description: str) -> argparse.
     )
     add("--seed", "of generated conversations and arrivals", type=int)
     return parser
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:

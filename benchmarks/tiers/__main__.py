@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import numbers
 from benchmarks.tiers.configuration import MIB, Configuration
 from benchmarks.tiers.disk import disk_rows, mooncake_rows, overhead_rows
 from benchmarks.tiers.dram import dram_rows, fragmentation_row, index_rows, lookup_rows
@@ -149,16 +150,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--json", type=Path, required=True, help="file for the summary of the result")
     add("--raw", type=Path, help="file for the result with every sample")
-    add("--block-bytes", type=_numbers, default=_DEFAULTS.block_bytes, help="sizes, as 65536,1048576")
+    add("--block-bytes", type=numbers, default=_DEFAULTS.block_bytes, help="sizes, as 65536,1048576")
     add("--repeats", type=int, default=_DEFAULTS.repeats, help="timed operations on memory of each size")
     add("--disk-repeats", type=int, default=_DEFAULTS.disk_repeats, help="the same on disk and network")
     add("--folder", type=Path, help="on the disk to measure (default: that of temporary files)")
     return parser
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Raises ValueError, which argparse turns into its own message."""
-    return tuple(int(number) for number in text.split(","))
 
 
 if __name__ == "__main__":
