@@ -53,6 +53,16 @@ class Rig:
         self.tiers = (self.ssd, self.mooncake)
         self.store = TieredStore(self.host, self.tiers)
 
+    def go_on(self) -> None:
+        """Let the tiers' reads and writes go on."""
+        for tier in self.tiers:
+            tier.reads_go_on.set()
+            tier.writes_go_on.set()
+
+    def close(self) -> None:
+        self.go_on()
+        self.store.close()
+
     def assert_nothing_is_held(self) -> None:
         """No lease, hold or pin is left: everything can be evicted."""
         self.store.flush(10)

@@ -18,9 +18,7 @@ from tests.support.tiered_builders import MODEL, SIZES, Rig, put_below, put_in_d
 def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
-    for tier in rig.tiers:
-        tier.reads_go_on.set()
-        tier.writes_go_on.set()
+    rig.go_on()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -47,12 +48,8 @@ below = partial(put_below, range_bytes=RANGE_BYTES)
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    for tier in rig.tiers:
-        tier.reads_go_on.set()
-        tier.writes_go_on.set()
-    rig.store.close()
+    with closing(Rig()) as rig:
+        yield rig
 
 
 def leased(rig: Rig, name: str, first: int, end: int) -> Lease:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,8 @@ from tests.support.tiered_builders import (
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    for tier in rig.tiers:
-        tier.reads_go_on.set()
-        tier.writes_go_on.set()
-    rig.store.close()
+    with closing(Rig()) as rig:
+        yield rig
 
 
 # Leases over tiers
