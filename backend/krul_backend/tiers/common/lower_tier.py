@@ -90,6 +90,14 @@ class TailRead:
         self.error: TierReadError | None = None
         self._failed = failed
 
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Go on with the read, unless it has failed. A TierReadError of ``work`` fails it."""
+        if self.error is None:
+            try:
+                work()
+            except TierReadError as error:
+                self.fail(error)
+
     def fail(self, error: TierReadError) -> None:
         if self.error is None:
             self.error = error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -144,11 +145,11 @@ class MooncakeTier(LowerTier):
         try:
             store = self._connection.store()
             for read in reads:
-                self._unless_wrong(read, lambda read: self._check_epoch(store, read.run.segment))
+                read.attempt(partial(self._check_epoch, store, read.run.segment))
             for layer in range(num_layers):
                 for read in reads:
                     if layer < len(read.blocks):
-                        self._unless_wrong(read, lambda read: self._read_layer(store, read, layer))  # noqa: B023
+                        read.attempt(partial(self._read_layer, store, read, layer))
                 if self._clock() - started_s > self._options.read_timeout_s:
                     self._counters.add(slow_reads=1)
                     self._suspension.failed("slow reads", f"more than {self._options.read_timeout_s:g} s")
@@ -161,14 +162,6 @@ class MooncakeTier(LowerTier):
         good = [read for read in reads if read.error is None]
         num_bytes = sum(block.nbytes for read in good for block in read.blocks)
         self._counters.add(read_segments=len(good), read_bytes=num_bytes)
-
-    def _unless_wrong(self, read: TailRead, work: Callable[[TailRead], None]) -> None:
-        """Go on with a read unless it has failed; note it if it fails now."""
-        if read.error is None:
-            try:
-                work(read)
-            except TierReadError as error:
-                read.fail(error)
 
     def _read_layer(self, store: MooncakeClient, read: TailRead, layer: int) -> None:
         if read.blocks[layer].nbytes:

@@ -239,16 +239,16 @@ class SegmentReads:
 
         def take(index: int, offset: int, piece: memoryview) -> None:
             self._rate.came(len(piece))
-            self._unless_wrong(asked[index].tail, lambda tail: tail.take(offset, piece))
+            self._attempt(asked[index].tail, lambda tail: tail.take(offset, piece))
 
         state = self._state
         try:
             for tail in tails:
-                self._unless_wrong(tail, _TailOfSegment.finish_empty)
+                self._attempt(tail, _TailOfSegment.finish_empty)
             with self._rate.reading():
                 self._reader.read(ranges(), take, release, priority)
             for tail in tails:
-                self._unless_wrong(tail, _TailOfSegment.finish_empty)
+                self._attempt(tail, _TailOfSegment.finish_empty)
         except TimeoutError as error:
             state.counters.add(slow_reads=1)
             state.suspension.failed("slow read", error)
@@ -275,19 +275,17 @@ class SegmentReads:
                 else:
                     read.fail(TierReadError("the segment has left the SSD tier"))
 
-    def _unless_wrong(self, tail: _TailOfSegment, work: Callable[[_TailOfSegment], None]) -> None:
-        """Go on with a read unless it has failed; note it if it fails now."""
-        if tail.read.error is not None:
-            return
-        try:
-            work(tail)
-        except RecordError as error:
-            self._state.quarantine(tail.segment, error)
-            failure = TierReadError(f"wrong bytes on the SSD: {error}")
-            failure.__cause__ = error
-            tail.read.fail(failure)
-        except TierReadError as error:
-            tail.read.fail(error)
+    def _attempt(self, tail: _TailOfSegment, work: Callable[[_TailOfSegment], None]) -> None:
+        """Go on with a read, unless it has failed. A segment whose bytes are wrong is quarantined."""
+
+        def checked() -> None:
+            try:
+                work(tail)
+            except RecordError as error:
+                self._state.quarantine(tail.segment, error)
+                raise TierReadError(f"wrong bytes on the SSD: {error}") from error
+
+        tail.read.attempt(checked)
 
     def read_for_upkeep(self, segment: SsdSegment) -> list[Block]:
         """All blocks of a segment, read when no load and no prefetch waits. From any thread but those of the
