@@ -25,8 +25,8 @@ _AGREEMENTS = 8
 
 
 class _Patience(NamedTuple):
-    """How long a load may stand still beyond its plan: a share of the time that computing takes, or least_s
-    if that is more."""
+    """Limits how many seconds a load may stand still beyond its plan: a share of the time that computing
+    takes, but at least ``least_s``."""
 
     of_recompute: float
     least_s: float
@@ -34,7 +34,7 @@ class _Patience(NamedTuple):
 
 _PATIENCE = _Patience(0.05, 0.05)
 _DRAM_PATIENCE = _Patience(0.25, 0.25)
-"""What lies in memory comes, if only this machine lets it."""
+"""For loads that come from memory alone: these fail seldom, and stand still when the machine is busy."""
 _STALLED_LAYERS = 3
 """A load stands still if the next layer takes so many times as long as those before."""
 

@@ -36,8 +36,8 @@ LEAST_ATTENTION = 1e-8
 """Attention below this counts as this much, since its logarithm is taken."""
 
 _SHIFT_SUMS = 128
-"""What all tokens are off by together is added up in so many sums of channels. In one group, its cost is then
-off by a tenth or so."""
+"""The number of sums that a group's channels are added up in, to estimate what the errors that tokens have in
+common cost. In one group that estimate is off by a tenth or so."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,7 +84,7 @@ def segment_damage(
 
 @dataclass(frozen=True, eq=False)
 class ErrorCosts:
-    """What errors in the coefficients of a group cost, on the host: ``GroupBasis.scatter_costs [R]``, and
+    """Holds the costs of errors in a group's coefficients, on the host: ``GroupBasis.scatter_costs [R]``, and
     ``GroupBasis.shift_sums`` of the decoder, ``[R, sums]``."""
 
     scatter: Sums
@@ -162,7 +162,7 @@ class GroupSample:
         )
         """The smallest step with which no level is clipped."""
         self.unit_damage = float(np.square(self._steps) @ worth) * self._rank / 24
-        """What rounding with a step of 1 costs if no level is zero."""
+        """The damage of rounding with a step of 1, if no level is zero."""
         total, signed = map(costs.squared_total, totals, vector_sums)
         scatter = scatter_of(total, signed, self.num_tokens)
         self.outside = GroupErrors(float(worth @ lost_outside) / 2, total, scatter, self.num_tokens)
