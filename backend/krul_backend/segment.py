@@ -30,15 +30,20 @@ _MAX_RANGES = 64
 
 
 def range_bytes_for(layer_num_bytes: Sequence[int]) -> int:
-    """How long the ranges of a segment's blocks are that have a checksum each: a power of two."""
+    """Choose the bytes of the ranges of a segment's blocks, each of which has a checksum: a power of two."""
     least = max(MIN_RANGE_BYTES, -(-max(layer_num_bytes, default=0) // _MAX_RANGES))
     return 1 << (least - 1).bit_length()
+
+
+def num_ranges(num_bytes: int, range_bytes: int) -> int:
+    """Count the ranges of a block, or of the end of one."""
+    return -(-num_bytes // range_bytes)
 
 
 def tail_num_bytes(block_num_bytes: int, wanted_num_bytes: int, range_bytes: int) -> int:
     """The size of the end of a block that has its last ``wanted_num_bytes`` in whole ranges. Ranges are
     counted from the block's end, so that only the first one may be shorter."""
-    return min(block_num_bytes, -(-wanted_num_bytes // range_bytes) * range_bytes)
+    return min(block_num_bytes, num_ranges(wanted_num_bytes, range_bytes) * range_bytes)
 
 
 @dataclass(frozen=True)

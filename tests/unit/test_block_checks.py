@@ -16,6 +16,7 @@ import torch
 
 from krul_backend.device import Device
 from krul_backend.errors import TierReadError
+from krul_backend.tiers.common import interface
 from krul_backend.tiers.common.interface import (
     FAILED,
     LANDED,
@@ -128,7 +129,7 @@ def test_a_block_is_hashed_once_and_in_the_order_of_announcement(monkeypatch: py
         hashed.append(names[block.ctypes.data])
         return tail_is_right(block, *args)
 
-    monkeypatch.setattr(block_checks, "tail_is_right", recorded)
+    monkeypatch.setattr(interface, "tail_is_right", recorded)
     with rig_of() as rig:
         for layer in (0, 2, 0):
             for source in (first, second):
@@ -217,7 +218,7 @@ def test_on_a_cpu_the_thread_that_loads_checks_too(monkeypatch: pytest.MonkeyPat
         threads.append(threading.current_thread())
         return tail_is_right(block, *args)
 
-    monkeypatch.setattr(block_checks, "tail_is_right", recorded)
+    monkeypatch.setattr(interface, "tail_is_right", recorded)
     with rig_of() as rig:
         rig.check(in_dram(), 0)
     assert threads == [threading.current_thread()]

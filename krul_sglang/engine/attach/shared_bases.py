@@ -15,7 +15,7 @@ from krul_backend.codec.subspace.bases import ModelBases, older_path, write_olde
 from krul_backend.errors import CodecError, KrulError, TierReadError
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import block_checksums, tail_is_right
+from krul_backend.tiers.common.interface import block_checksums
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +82,11 @@ class SharedBases:
             (source,) = lease.slices if lease.is_in_dram else self._store.fetch(lease)
             if source.status is not None:
                 source.status.wait(0, _READ_TIMEOUT_S)
-            block, range_bytes = source.blocks[0], source.header.range_bytes
-            if not tail_is_right(block, source.checksums[0], block.nbytes, range_bytes):
+            if not source.is_right(0):
                 # This copy goes. A lower tier may have a sound one.
                 self._store.report_damage(source.segment_id)
                 raise TierReadError("the store's bases have a wrong checksum")
-            return block.tobytes()
+            return source.blocks[0].tobytes()
         finally:
             self._store.release(lease)
 

@@ -16,7 +16,7 @@ from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import KrulError
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import Lease, tail_is_right
+from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.budget.provenance import damage_of
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -274,9 +274,7 @@ class Prober:
             return None
         is_whole = sum(reader.num_tokens for reader in readers) == num_history
         is_sound = all(
-            tail_is_right(block, checksum, block.nbytes, reader.source.header.range_bytes)
-            for reader in readers
-            for block, checksum in zip(reader.source.blocks, reader.source.checksums, strict=True)
+            reader.source.is_right(layer) for reader in readers for layer in range(len(reader.source.blocks))
         )
         return readers if is_whole and is_sound else None
 

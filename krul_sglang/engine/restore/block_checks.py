@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from krul_backend.device import Device
 from krul_backend.errors import KrulError
-from krul_backend.tiers.common.interface import SegmentSlice, tail_is_right
+from krul_backend.tiers.common.interface import SegmentSlice
 
 
 class LayerBlock(NamedTuple):
@@ -79,7 +79,7 @@ class BlockChecks:
             check.result()
 
     def are_done(self, blocks: Iterable[LayerBlock]) -> bool:
-        """Whether announced blocks have been checked, with whatever result: ``wait`` would not wait."""
+        """Say whether all checks of these announced blocks have ended, well or not."""
         return all(self._checks[block.key].done() for block in blocks)
 
     def close(self) -> None:
@@ -95,8 +95,7 @@ class BlockChecks:
         for source, layer, num_bytes in blocks:
             if source.status is not None:
                 source.status.wait_until(layer, self._deadline_s)
-            block, checksum = source.blocks[layer], source.checksums[layer]
-            if not tail_is_right(block, checksum, num_bytes, source.header.range_bytes):
+            if not source.is_right(layer, num_bytes):
                 if not self._is_closed:
                     self._report_damage(source.segment_id)
                 raise DamagedBlockError(source.segment_id, layer, source.tier)

@@ -17,7 +17,7 @@ from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.errors import CodecError
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import Lease, SegmentSlice, tail_is_right
+from krul_backend.tiers.common.interface import Lease, SegmentSlice
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.save.segment_writer import OffloadCounters, SegmentWriter
@@ -303,11 +303,9 @@ class _CopyReader:
         """
         parts = []
         for source, decoder, rows in self._parts:
-            block = source.blocks[layer]
-            checksum, range_bytes = source.checksums[layer], source.header.range_bytes
-            if layer not in self._checked and not tail_is_right(block, checksum, block.nbytes, range_bytes):
+            if layer not in self._checked and not source.is_right(layer):
                 raise CodecError(f"layer {layer} of an exact copy is damaged")
-            on_device = self._device.upload(torch.from_numpy(block))
+            on_device = self._device.upload(torch.from_numpy(source.blocks[layer]))
             parts.append(decoder.decode(layer, {layer: on_device}, rows.start, rows.stop))
         self._checked.add(layer)
         if len(parts) == 1:

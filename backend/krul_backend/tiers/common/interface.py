@@ -16,6 +16,7 @@ from krul_backend.segment import (
     MIN_RANGE_BYTES,
     SegmentHeader,
     SegmentManifest,
+    num_ranges,
     range_bytes_for,
     tail_num_bytes,
 )
@@ -115,8 +116,8 @@ class SegmentSlice:
     ``blocks[l]`` is all that is stored of layer ``l``: the segment's tokens from
     ``header.layer_first_token[l]`` on, which may lack some of these pages. The codec knows where in the block
     a page lies. ``spans[l]`` is where the block lies. Neither changes while leased. ``checksums[l]`` are
-    those of its ranges: **the reader compares them** before it uses a byte of a range (see
-    ``tail_is_right``), and reports a difference with ``report_damage``.
+    those of its ranges: **the reader compares them** before it uses a byte of a range (see ``is_right``),
+    and reports a difference with ``report_damage``.
 
     ``tier`` is where the bytes come from. If it is not DRAM, there are no blocks and no spans before
     ``KVStore.fetch``; after it, ``status`` says which layers have landed (None: all have).
@@ -135,6 +136,13 @@ class SegmentSlice:
     end_page: int
     status: LayerStatus | None = None
     status_span: Span | None = None
+
+    def is_right(self, layer: int, num_bytes: int | None = None) -> bool:
+        """Whether the last ``num_bytes`` of a layer's block, or all of it, are what was committed; with them
+        the ranges that hold them are compared."""
+        block, checksum = self.blocks[layer], self.checksums[layer]
+        num_bytes = block.nbytes if num_bytes is None else num_bytes
+        return tail_is_right(block, checksum, num_bytes, self.header.range_bytes)
 
     def without_views(self) -> SegmentSlice:
         """The slice as it travels to another process that maps the arena."""
@@ -382,7 +390,7 @@ def block_checksums(blocks: Sequence[Block], range_bytes: int | None = None) -> 
 
 def checksum_of_tail(checksum: bytes, num_bytes: int, range_bytes: int) -> bytes:
     """The checksums of the last ranges of a block, which have ``num_bytes`` together."""
-    return checksum[len(checksum) - CHECKSUM_BYTES * -(-num_bytes // range_bytes) :]
+    return checksum[len(checksum) - CHECKSUM_BYTES * num_ranges(num_bytes, range_bytes) :]
 
 
 def checksums_of(trimmed: SegmentManifest, checksums: Checksums) -> Checksums:
@@ -394,7 +402,8 @@ def checksums_of(trimmed: SegmentManifest, checksums: Checksums) -> Checksums:
 
 
 def tail_is_right(block: Block, checksum: bytes, num_bytes: int, range_bytes: int) -> bool:
-    """Whether the ranges of a block that hold its last ``num_bytes`` are what was committed."""
+    """Compare the last ``num_bytes`` of a block, and all of the ranges that hold them, with ``checksum``;
+    returns whether they are what was committed."""
     num_bytes = tail_num_bytes(block.nbytes, num_bytes, range_bytes)
     wanted = checksum_of_tail(checksum, num_bytes, range_bytes)
     return block_checksum(block[block.nbytes - num_bytes :], range_bytes) == wanted
@@ -411,10 +420,10 @@ def checked_checksums(
     if len(checksums) != len(layer_num_bytes):
         raise ManifestError(f"checksums of {len(checksums)} blocks for {len(layer_num_bytes)} layers")
     for layer, (checksum, num_bytes) in enumerate(zip(checksums, layer_num_bytes, strict=True)):
-        num_ranges = -(-num_bytes // range_bytes)
-        if len(checksum) != CHECKSUM_BYTES * num_ranges:
+        wanted = num_ranges(num_bytes, range_bytes)
+        if len(checksum) != CHECKSUM_BYTES * wanted:
             raise ManifestError(
-                f"layer {layer} has {len(checksum)} bytes of checksums for {num_ranges} ranges of "
+                f"layer {layer} has {len(checksum)} bytes of checksums for {wanted} ranges of "
                 f"{range_bytes} bytes"
             )
     return tuple(checksums)

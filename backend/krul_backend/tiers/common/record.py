@@ -42,7 +42,7 @@ import orjson
 import xxhash
 
 from krul_backend.errors import ManifestError, RecordError
-from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest
+from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest, num_ranges
 from krul_backend.tiers.common.interface import CHECKSUM_BYTES, Block, Checksums, checked_checksums
 
 RECORD_ALIGN = 4096
@@ -130,8 +130,7 @@ def encode_metadata(manifest: SegmentManifest, checksums: Checksums) -> bytes:
 
 def no_checksums(manifest: SegmentManifest) -> Checksums:
     """Zeros in place of a segment's checksums: its record is as long with them."""
-    ranges = _num_ranges(manifest.layer_num_bytes, manifest.range_bytes)
-    return tuple(bytes(CHECKSUM_BYTES * num_ranges) for num_ranges in ranges)
+    return tuple(map(bytes, _checksum_sizes(manifest)))
 
 
 def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int, place: int = 0) -> bytes:
@@ -144,8 +143,7 @@ def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int, pl
         len(manifest.page_keys),
         manifest.num_tokens,
     )
-    num_checksum_bytes = CHECKSUM_BYTES * sum(_num_ranges(manifest.layer_num_bytes, manifest.range_bytes))
-    num_json_bytes = len(metadata) - num_checksum_bytes
+    num_json_bytes = len(metadata) - sum(_checksum_sizes(manifest))
     num_json_bytes -= 8 * num_layers + 4 * num_tokens + 2 * num_pages + num_keys_bytes
     counts = (num_layers, num_pages, num_tokens, num_json_bytes, num_keys_bytes)
     fields = (header_num_bytes, record_num_bytes, sequence, *counts, FORMAT_VERSION)
@@ -214,8 +212,9 @@ def decode_header(header: bytes, place: int = 0) -> SegmentRecord:
     return SegmentRecord(sequence, record_num_bytes, manifest, checksums, offsets)
 
 
-def _num_ranges(layer_num_bytes: Sequence[int], range_bytes: int) -> list[int]:
-    return [-(-num_bytes // range_bytes) for num_bytes in layer_num_bytes]
+def _checksum_sizes(manifest: SegmentManifest) -> list[int]:
+    """Bytes of the checksums of each layer's block."""
+    return [CHECKSUM_BYTES * num_ranges(size, manifest.range_bytes) for size in manifest.layer_num_bytes]
 
 
 def _layout(header_num_bytes: int, layer_num_bytes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
@@ -248,9 +247,9 @@ def _decode_metadata(metadata: memoryview, counts: list[int]) -> tuple[SegmentMa
         **scalars,
     )
     checksums = []
-    for num_ranges in _num_ranges(manifest.layer_num_bytes, manifest.range_bytes):
-        checksums.append(bytes(metadata[at : at + CHECKSUM_BYTES * num_ranges]))
-        at += CHECKSUM_BYTES * num_ranges
+    for num_bytes in _checksum_sizes(manifest):
+        checksums.append(bytes(metadata[at : at + num_bytes]))
+        at += num_bytes
     if at != len(metadata):
         raise ValueError(f"parts of {at} bytes in {len(metadata)}")
     return manifest, tuple(checksums)
