@@ -38,7 +38,7 @@ from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.sample import SegmentSample
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo.environment import about_run
-from krul_sglang.json_file import write_json
+from krul_sglang.json_file import write_summary
 from krul_sglang.learning.command import cut_pieces, own_texts
 from krul_sglang.learning.reader import TextReader, capture_attention, pooled
 from krul_sglang.models.find import find_model
@@ -277,7 +277,7 @@ def main(
             result = {"largest_magnitude": largest, "smallest_magnitude": smallest}
             coders.append(result | row(coder, levels, scales, shifts, repeats))
             typer.echo("  ".join(f"{key} {_short(value)}" for key, value in coders[-1].items()))
-    write_json(
+    write_summary(
         {
             **about_run(("numpy", "numba", "torch")),
             "repeats": repeats,

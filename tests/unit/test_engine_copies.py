@@ -79,7 +79,7 @@ class Bench:
         device: Device | None = None,
         max_layer_bytes: int = MAX_LAYER_BYTES,
         gate: TransferGate | None = None,
-        max_waiting_bytes: int = sys.maxsize,
+        copy_room: int = sys.maxsize,
         keeps_copies: bool = False,
     ) -> None:
         self.sglang_pool = make_pool()
@@ -98,7 +98,7 @@ class Bench:
             self.decision,
             max_layer_bytes=max_layer_bytes,
             gate=gate,
-            max_waiting_bytes=max_waiting_bytes,
+            copy_room=lambda: copy_room,
             keeps_copies=keeps_copies,
         )
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), patience_s=PATIENCE_S)
@@ -374,6 +374,32 @@ def test_what_was_read_of_a_turn_that_was_given_up_is_never_stored(
     assert (stats.num_pages, stats.num_reservations, stats.num_leases) == (0, 0, 0)
     counters = bench.offloader.counters
     assert (counters.turns, counters.dropped_turns) == (1, {"evicted": 1})
+
+
+def test_a_turn_that_was_read_is_not_waited_for_any_longer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is committed though its slots are written over meanwhile, and comes back as it was."""
+    commit, go_on = bench.store.commit, threading.Event()
+
+    def commit_slowly(*args: Any) -> int:
+        assert go_on.wait(PATIENCE_S)
+        return commit(*args)
+
+    monkeypatch.setattr(bench.store, "commit", commit_slowly)
+    turn = bench.turn("a", 2)
+    before = bench.rows(turn.slots)
+    job = bench.offloader.submit(turn)
+    bench.offloader.finish([job], PATIENCE_S)
+    assert not job.future.done()
+    for buffer in (*bench.sglang_pool.k_buffer, *bench.sglang_pool.v_buffer):
+        buffer[turn.slots] = 7.0
+    go_on.set()
+    assert bench.offloader.pop_completed()
+    bench.loader.queue("r", bench.load(turn, turn.slots))
+    assert bench.loader.finish(bench.loader.start())
+    for old, new in zip(before, bench.rows(turn.slots), strict=True):
+        assert torch.equal(old, new)
 
 
 def test_a_conversation_is_kept_as_long_as_its_request_says(bench: Bench) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,7 @@ class FakeOffloader:
         self.writer = SimpleNamespace(recompute_s=lambda start, end: (end - start) / 100)
 
     def submit(self, turn: Turn) -> Any:
-        job = SimpleNamespace(turn=turn, name=turn.page_keys[0][0], future=Future())
+        job = SimpleNamespace(turn=turn, name=turn.page_keys[0][0], has_read=threading.Event())
         self.jobs.append(job)
         return job
 
@@ -143,7 +143,7 @@ def test_turns_are_submitted_as_they_end_and_lock_nothing(busy: BusyTree) -> Non
 def test_an_eviction_waits_for_what_has_lost_slots_as_long_as_computing_that_is_worth(busy: BusyTree) -> None:
     for name in "abcd":
         busy.end_turn(name, 4)
-    busy.offloader.jobs[0].future.set_result(True)
+    busy.offloader.jobs[0].has_read.set()
     busy.victims = {"a": 0, "b": 1, "d": 3}
     busy.cache.evict(EvictParams(num_tokens=5))
     # What it has evicted lies where it lay: waiting comes after.

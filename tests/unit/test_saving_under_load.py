@@ -16,10 +16,10 @@ from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.save import later_encoding
-from krul_sglang.engine.save.later_encoding import LEAST_SHARE, LaterEncoder
+from krul_sglang.engine.save.later_encoding import LEAST_SHARE, LaterEncoder, copy_room
 from krul_sglang.engine.save.turn import Turn
 from tests.support.engine_builders import PATIENCE_S
-from tests.support.store_builders import put
+from tests.support.store_builders import put, wait_until
 
 PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
 LOSSY = Strategy.from_pairs(NUM_LAYERS, [], Precision.INT8)
@@ -36,7 +36,7 @@ class BusyBench(Bench):
         super().__init__(
             capacity_bytes=capacity_pages * PAGE_BYTES,
             gate=self.gate,
-            max_waiting_bytes=NUM_FREE * PAGE_BYTES,
+            copy_room=NUM_FREE * PAGE_BYTES,
             keeps_copies=keeps_copies,
         )
         self.decision.strategy = LOSSY
@@ -176,10 +176,10 @@ def test_a_turn_larger_than_the_room_is_stored_piece_by_piece(busy: BusyBench) -
 
 def test_room_is_waited_for_and_a_lone_copy_always_has_some(busy: BusyBench) -> None:
     encoder = busy.encoder
-    assert encoder.take_room(2 * encoder.max_waiting_bytes, lambda: True)
+    assert encoder.take_room(2 * encoder.room_bytes, lambda: True)
     assert not encoder.take_room(1, lambda: False)
     begin_s = time.monotonic()
-    threading.Timer(0.05, encoder.give_room_back, [2 * encoder.max_waiting_bytes]).start()
+    threading.Timer(0.05, encoder.give_room_back, [2 * encoder.room_bytes]).start()
     assert encoder.take_room(1, lambda: True)
     assert time.monotonic() < begin_s + PATIENCE_S / 2
     encoder.give_room_back(1)
@@ -368,26 +368,60 @@ def test_the_share_of_a_core_follows_the_room_that_is_taken(
     ("num_taken", "age_s", "is_computing", "is_time"),
     [
         (0.1, 0.0, False, True),
-        (0.4, 0.0, True, False),
-        (0.5, 0.0, True, True),
-        (0.1, 9.9, True, False),
-        (0.1, 10.0, True, True),
+        (0.7, 0.0, True, False),
+        (0.75, 0.0, True, True),
+        (0.1, 59.0, True, False),
+        (0.1, 60.0, True, True),
     ],
 )
 def test_a_copy_is_encoded_when_idle_or_when_room_is_taken_or_old(
     num_taken: float, age_s: float, is_computing: bool, is_time: bool
 ) -> None:
-    bench = Bench(gate=(gate := TransferGate()), max_waiting_bytes=NUM_FREE * PAGE_BYTES)
+    bench = Bench(gate=(gate := TransferGate()), copy_room=NUM_FREE * PAGE_BYTES)
     encoder = bench.offloader.encoder
     copy: Any = type("Copy", (), {"since_s": time.monotonic() - age_s})
-    assert encoder.take_room(int(num_taken * PAGE_BYTES), lambda: True)
+    num_bytes = int(num_taken * encoder.room_bytes)
+    assert encoder.take_room(num_bytes, lambda: True)
     if is_computing:
         with gate.computing():
             assert encoder._is_time_for(copy) == is_time
     else:
         assert encoder._is_time_for(copy) == is_time
-    encoder.give_room_back(int(num_taken * PAGE_BYTES))
+    encoder.give_room_back(num_bytes)
     bench.close()
+
+
+def test_copies_may_take_what_nothing_encoded_needs_and_half_of_memory_at_least(busy: BusyBench) -> None:
+    capacity_bytes = busy.store.stats().capacity_bytes
+
+    def room(num_ranks: int) -> int:
+        return copy_room(busy.store, capacity_bytes // num_ranks, num_ranks)
+
+    assert room(1) == int(0.9 * capacity_bytes)
+    assert room(2) == int(0.9 * capacity_bytes) // 2
+    # Natively stored turns count as encoded.
+    busy.decision.strategy = Strategy.from_pairs(NUM_LAYERS)
+    assert busy.store_turn(busy.turn("a", 16))
+    unused_bytes = capacity_bytes - busy.store.stats().stored_bytes
+    assert 0.5 * capacity_bytes < room(1) == int(0.9 * unused_bytes) < 0.9 * capacity_bytes
+    for name in "bc":
+        assert busy.store_turn(busy.turn(name, 16))
+    assert room(1) == capacity_bytes // 2
+
+
+def test_encoding_is_hurried_while_the_store_has_no_room(busy: BusyBench) -> None:
+    """The copies of another server have taken it."""
+    sizes = (busy.store.stats().capacity_bytes,)
+    taken = busy.store.reserve(sizes, is_fast_copy=False)
+    assert taken is not None
+    with busy.gate.computing():
+        assert not busy.encoder._has_full_speed()
+        busy.offloader.submit(busy.turn("a", 1))
+        wait_until(busy.encoder._has_full_speed)
+        busy.store.abort(taken)
+        assert busy.offloader.pop_completed()
+        assert not busy.encoder._has_full_speed()
+    busy.encode_now()
 
 
 def test_an_encoding_rests_by_its_share_and_waits_for_restores(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -19,7 +20,6 @@ from krul_backend.segment import TokenIds
 from krul_backend.strategy.selectors import make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.hint import SessionName
-from krul_backend.tiers.common.interface import MAX_FAST_COPY_SHARE
 from krul_sglang.config import AUTO
 from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import Prober
@@ -32,6 +32,7 @@ from krul_sglang.engine.common.step_times import StepTimes, timed
 from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader, Link
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
+from krul_sglang.engine.save.later_encoding import copy_room
 from krul_sglang.engine.save.offload import TurnOffloader
 from krul_sglang.engine.save.request_hints import RequestHints
 from krul_sglang.engine.save.strategy_choice import Decision, SelectorDecision
@@ -97,8 +98,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             assert runtime.provenance is not None
             group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
             self._budget = _error_budget(runtime, self.codec, self._bases, runtime.provenance, group)
+        num_ranks = runtime.num_ranks_here
         stats = self._store.stats()
-        capacity_bytes = stats.capacity_bytes // runtime.num_ranks_here
+        capacity_bytes = stats.capacity_bytes // num_ranks
         self._decision: Decision = self._budget or _selector_decision(runtime, self.codec)
         self.offloader = TurnOffloader(
             self._store,
@@ -107,7 +109,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.codec,
             self._decision,
             gate=runtime.gate,
-            max_waiting_bytes=int(capacity_bytes * MAX_FAST_COPY_SHARE),
+            copy_room=partial(copy_room, self._store, capacity_bytes, num_ranks),
             keeps_copies=runtime.config.fast_copies == AUTO,
         )
         identity = self.model.identity

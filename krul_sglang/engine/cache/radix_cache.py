@@ -286,7 +286,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         lost = [
             (pending.job, num_left, pending.num_in_tree)
             for pending in self.pending_offloads
-            if not pending.job.future.done()
+            if not pending.job.has_read.is_set()
             and (num_left := tree.match_full_device_prefix(pending.key)[0]) < pending.num_in_tree
         ]
         self._finish(lost)
@@ -301,7 +301,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         self._finish([] if kv is None else reading)
 
     def _finish(self, lost: Sequence[tuple[Job, int, int]]) -> None:
-        """Wait for turns as long as that is worth it, and revoke those that are not stored then.
+        """Wait until turns are read, as long as that is worth it, and revoke those that are not by then.
 
         ``lost``: of each the job, and between which tokens it loses its slots.
         """

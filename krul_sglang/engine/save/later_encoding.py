@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
 from krul_backend.errors import CodecError
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import Lease, SegmentSlice
+from krul_backend.tiers.common.interface import MAX_FAST_COPY_SHARE, Lease, SegmentSlice
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.save.segment_writer import OffloadCounters, SegmentWriter
@@ -28,10 +29,13 @@ logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.1
 """Share of a core for encoding while forwards run and memory has room."""
-SMALL_SHARE = 1 / 8
-"""Copies that take less of their room than this wait for an idle server."""
-MAX_IDLE_WAIT_S = 10.0
-"""Seconds after which an exact copy is encoded even if the server has not been idle."""
+SMALL_SHARE = 3 / 4
+"""Copies that take less of their room than this wait for an idle server: encoding takes time of forwards."""
+MAX_IDLE_WAIT_S = 60.0
+"""Seconds after which an exact copy is encoded even if the server has not been idle: only then it is written
+to lower tiers."""
+USED_SHARE = 0.9
+"""Of memory that nothing encoded takes: it may lie in pieces, and what is encoded needs some."""
 _CLOSING_S = 5.0
 """Seconds for which a server that ends still encodes: what is not encoded is not written to lower tiers."""
 _LOOK_S = 0.05
@@ -63,14 +67,25 @@ class ExactCopy:
         return self.turn.page_keys[self.pages.start : self.pages.stop]
 
 
+def copy_room(store: KVStore, rank_bytes: int, num_ranks: int) -> int:
+    """The bytes of host memory that exact copies of one of ``num_ranks`` may take while they wait.
+
+    That is what nothing encoded takes now, and at least the part of ``rank_bytes``, a rank's share of the
+    memory, that copies may take from other segments.
+    """
+    stats = store.stats()
+    unused_bytes = stats.capacity_bytes - stats.stored_bytes
+    return max(int(rank_bytes * MAX_FAST_COPY_SHARE), int(unused_bytes * USED_SHARE) // num_ranks)
+
+
 class LaterEncoder:
     """Encodes exact copies in the order in which they were stored, on a thread of its own.
 
-    A copy waits until the server is idle, or until those that wait take more than a small part of
-    ``max_waiting_bytes``, the room in host memory that they may take. While forwards run, the thread works
-    for a share of a core: ``LEAST_SHARE``, or as much as there is of that room taken; half of it if requests
-    wait; all of it while a turn waits for room. A copy stays findable, before and after it is encoded: then
-    it is the first to leave when memory needs room, or leaves at once unless ``keeps_copies``.
+    A copy waits until the server is idle, or until those that wait take ``SMALL_SHARE`` of the room that they
+    may take: ``copy_room()`` bytes, asked before each copy. While forwards run, the thread works for a share
+    of a core: ``LEAST_SHARE``, or as much as there is of that room taken; half of it if requests wait; all of
+    it while a turn waits for room. A copy stays findable, before and after it is encoded: then it is the
+    first to leave when memory needs room, or leaves at once unless ``keeps_copies``.
     """
 
     def __init__(
@@ -82,10 +97,11 @@ class LaterEncoder:
         counters: OffloadCounters,
         gate: TransferGate,
         *,
-        max_waiting_bytes: int,
+        copy_room: Callable[[], int],
         keeps_copies: bool = True,
     ) -> None:
-        self.max_waiting_bytes = max_waiting_bytes
+        self.room_bytes = copy_room()
+        self._copy_room = copy_room
         self.keeps_copies = keeps_copies
         self._store = store
         self._pool = pool
@@ -115,18 +131,31 @@ class LaterEncoder:
     def take_room(self, num_bytes: int, is_wanted: Callable[[], bool]) -> bool:
         """Take room for a copy, as soon as there is some; a copy that is larger than all of the room waits
         until nothing else takes any. False if it is not wanted any more: see ``wake``."""
+        room_bytes = self._copy_room()
         with self._changed:
+            self.room_bytes = room_bytes
             while self._is_full_for(num_bytes) and is_wanted():
-                self._num_wanting += 1
-                self._changed.wait()
-                self._num_wanting -= 1
+                with self.hurried():
+                    self._changed.wait()
             if not is_wanted():
                 return False
             self._taken_bytes += num_bytes
             return True
 
+    @contextmanager
+    def hurried(self) -> Iterator[None]:
+        """Encode at full speed while this is held: a turn waits for room."""
+        with self._changed:
+            self._num_wanting += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_wanting -= 1
+
     def _is_full_for(self, num_bytes: int) -> bool:
-        return self._taken_bytes > 0 and self._taken_bytes + num_bytes > self.max_waiting_bytes
+        return self._taken_bytes > 0 and self._taken_bytes + num_bytes > self.room_bytes
 
     def wake(self) -> None:
         """Have those that wait for room look again whether they are wanted."""
@@ -237,7 +266,7 @@ class LaterEncoder:
     def _is_time_for(self, copy: ExactCopy) -> bool:
         return (
             self._has_full_speed()
-            or self._taken_bytes >= SMALL_SHARE * self.max_waiting_bytes
+            or self._taken_bytes >= SMALL_SHARE * self.room_bytes
             or time.monotonic() >= copy.since_s + MAX_IDLE_WAIT_S
         )
 
@@ -248,7 +277,7 @@ class LaterEncoder:
         """Share of a core that encoding may take now."""
         if self._has_full_speed():
             return 1.0
-        share = min(1.0, max(LEAST_SHARE, self._taken_bytes / self.max_waiting_bytes))
+        share = min(1.0, max(LEAST_SHARE, self._taken_bytes / self.room_bytes))
         return share / 2 if self._gate.has_queue else share
 
     def _encode(self, copy: ExactCopy, stream: Any) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 
@@ -35,8 +36,8 @@ loading hold a layer of a segment, or both of a pair, on the device at a time, b
 class Job:
     """Stores one turn. ``future`` says whether it was stored, all of it.
 
-    ``is_revoked``, once set, ends the job soon: what it has read of the device since does not count, so that
-    the turn's slots may be given away at once.
+    ``has_read`` is set when it will not read the turn's slots any more. ``is_revoked``, once set, ends the
+    job soon: what it has read of the device since does not count. In both cases the slots may be given away.
     """
 
     future: Future[bool]
@@ -44,6 +45,7 @@ class Job:
     def __init__(self, turn: Turn, patience: Patience) -> None:
         self.turn = turn
         self.patience = patience
+        self.has_read = threading.Event()
         self.is_revoked = False
 
     def is_wanted(self) -> bool:
@@ -73,7 +75,7 @@ class TurnOffloader:
         allocation: SpaceAllocation | None = None,
         gate: TransferGate | None = None,
         max_layer_bytes: int = MAX_LAYER_BYTES,
-        max_waiting_bytes: int = sys.maxsize,
+        copy_room: Callable[[], int] = lambda: sys.maxsize,
         keeps_copies: bool = True,
     ) -> None:
         self.counters = OffloadCounters()
@@ -91,7 +93,7 @@ class TurnOffloader:
         self._page_bytes = layer_token_bytes * model.identity.page_size * pool.num_layers
         self._segment_pages = max(1, max_layer_bytes // (layer_token_bytes * model.identity.page_size))
         # Two copies: one is encoded while the next one is stored.
-        self._copy_pages = min(self._segment_pages, max(1, max_waiting_bytes // 2 // self._page_bytes))
+        self._copy_pages = min(self._segment_pages, max(1, copy_room() // 2 // self._page_bytes))
         self._device = pool.streams
         self._stream = self._device.new_stream()
         self.writer = SegmentWriter(store, self._device, pool.num_layers, self.counters)
@@ -102,9 +104,10 @@ class TurnOffloader:
             self.writer,
             self.counters,
             self._gate,
-            max_waiting_bytes=max_waiting_bytes,
+            copy_room=copy_room,
             keeps_copies=keeps_copies,
         )
+        self.writer.while_full = self.encoder.hurried
         self._worker = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="krul-offload", initializer=self._device.bind_background_thread
         )
@@ -118,11 +121,11 @@ class TurnOffloader:
         return job
 
     def finish(self, jobs: Sequence[Job], timeout_s: float) -> None:
-        """Wait until turns are stored. Those that are not after ``timeout_s`` are revoked."""
+        """Wait until the slots of turns have been read. Jobs that take over ``timeout_s`` are revoked."""
         self._hurry()
-        wait_for_futures([job.future for job in jobs], timeout_s)
+        end_s = time.monotonic() + timeout_s
         for job in jobs:
-            job.is_revoked = not job.future.done()
+            job.is_revoked = not job.has_read.wait(max(0.0, end_s - time.monotonic()))
         self.encoder.wake()
 
     def num_completed(self) -> int:
@@ -190,6 +193,7 @@ class TurnOffloader:
             logger.exception("krul: a turn of %d tokens could not be stored", len(job.turn.token_ids))
             cause = "error"
         finally:
+            job.has_read.set()
             # Makes room for what is captured of another turn.
             if job.turn.attention is not None:
                 job.turn.attention.release()
@@ -233,13 +237,13 @@ class TurnOffloader:
     ) -> bool:
         """Store ``pages``, run number ``index`` of a turn; False if there is no room, or it is revoked."""
         if encoding.exact is None:
-            return self._write(job, index, pages, encoding, head_ends)
+            return self._write(job, index, pages, encoding, head_ends, is_last=is_last)
         num_bytes = len(pages) * self._page_bytes
         if not self.encoder.take_room(num_bytes, job.is_wanted):
             return False
         copy = None
         try:
-            if self._write(job, index, pages, encoding.exact, None):
+            if self._write(job, index, pages, encoding.exact, None, is_last=is_last):
                 copy = self._exact_copy(job.turn, encoding, head_ends, index, pages, is_last=is_last)
         finally:
             if copy is None:
@@ -291,6 +295,8 @@ class TurnOffloader:
         pages: range,
         encoding: TurnEncoding,
         head_ends: tuple[int, ...] | None,
+        *,
+        is_last: bool,
     ) -> bool:
         """Store ``pages`` of a turn from the device; False if there is no room, or the turn is revoked."""
         turn, page_size = job.turn, self._model.identity.page_size
@@ -312,6 +318,7 @@ class TurnOffloader:
             self._stream,
             is_fast_copy=encoding.is_copy,
             is_wanted=job.is_wanted,
+            on_read=job.has_read.set if is_last else None,
         )
         if is_stored and self.runs is not None:
             self.runs.add(turn.tenant, turn.page_keys, turn.token_ids, pages, turn.moved_from)

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,12 +55,13 @@ class OffloadCounters:
 class SegmentWriter:
     """Takes room in the store for encoded runs, copies their blocks there, and commits them.
 
-    Used by several threads, each with a stream of its own. ``costs``, which may be set later, tell the store
-    how long computing a segment takes.
+    Used by several threads, each with a stream of its own. ``costs`` tell the store how long computing a
+    segment takes; ``while_full()`` is entered while room is waited for. Both may be set later.
     """
 
     def __init__(self, store: KVStore, device: Device, num_layers: int, counters: OffloadCounters) -> None:
         self.costs: OnlineCosts | None = None
+        self.while_full: Callable[[], AbstractContextManager[None]] = nullcontext
         self._store = store
         self._device = device
         self._num_layers = num_layers
@@ -76,11 +78,12 @@ class SegmentWriter:
         *,
         is_fast_copy: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
+        on_read: Callable[[], None] | None = None,
     ) -> bool:
         """Store ``pages`` of a turn as a segment; False if there is no room, or it is not wanted any more.
 
         Room is waited for, for ``ROOM_WAIT_S``. What was read of the device counts only if ``is_wanted()``
-        when the blocks have been copied.
+        when the blocks have been copied; ``on_read`` is called then.
         """
         page_size = model.page_size
         start, end = pages.start * page_size, pages.stop * page_size
@@ -97,21 +100,20 @@ class SegmentWriter:
             tenant=turn.tenant,
             recompute_s=self.recompute_s(start, end),
         )
-        end_s = time.monotonic() + ROOM_WAIT_S
-        # What is leased, or waits for a lower tier, keeps its room for a moment.
-        while (
-            reservation := self._store.reserve(
-                encoded.layer_num_bytes, turn.tenant, is_fast_copy=is_fast_copy
-            )
-        ) is None:
-            if not is_wanted() or time.monotonic() >= end_s:
-                return False
-            time.sleep(_LOOK_S)
+        reservation = self._store.reserve(encoded.layer_num_bytes, turn.tenant, is_fast_copy=is_fast_copy)
+        if reservation is None:
+            with self.while_full():
+                reservation = self._wait_for_room(encoded, turn.tenant, is_fast_copy, is_wanted)
+        if reservation is None:
+            return False
         try:
             for layer, block in encoded.blocks:
                 self._device.download(torch.from_numpy(reservation.blocks[layer]), block)
             self._device.synchronize(stream)
-            checksums = block_checksums(reservation.blocks) if is_wanted() else None
+            is_right = is_wanted()
+            if on_read is not None:
+                on_read()
+            checksums = block_checksums(reservation.blocks) if is_right else None
         except BaseException:
             self._give_back(reservation, stream)
             raise
@@ -128,6 +130,18 @@ class SegmentWriter:
                 self._counters.num_bytes += manifest.num_bytes
                 self._counters.left_out_bytes += encoded.left_out_num_bytes
         return True
+
+    def _wait_for_room(
+        self, encoded: EncodedRun, tenant: str, is_fast_copy: bool, is_wanted: Callable[[], bool]
+    ) -> Reservation | None:
+        """What is leased, or waits for a lower tier or to be encoded, keeps its room for a moment."""
+        end_s = time.monotonic() + ROOM_WAIT_S
+        while is_wanted() and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+            reservation = self._store.reserve(encoded.layer_num_bytes, tenant, is_fast_copy=is_fast_copy)
+            if reservation is not None:
+                return reservation
+        return None
 
     def _give_back(self, reservation: Reservation, stream: Any) -> None:
         """Abort a reservation once no copy writes to it: the store may hand out its bytes again at once."""
