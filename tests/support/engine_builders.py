@@ -19,6 +19,7 @@ from krul_backend.tiers.common.interface import Lease
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.load_batch import Forecast, LayerTimes, Load
 from krul_sglang.engine.restore.segment_reader import KeptRoom, SegmentReader, open_segments
 from krul_sglang.engine.restore.tail_groups import TailGroups
@@ -28,6 +29,16 @@ T = TypeVar("T")
 NO_FORECAST = Forecast(0.0, 0.0, 0.0)
 PATIENCE_S = 30.0
 """How long a test waits for what must happen. No test waits so long unless it fails."""
+
+
+@contextmanager
+def computing(gate: TransferGate) -> Iterator[None]:
+    """The server runs forwards while this is held, and is idle after that."""
+    gate.note_forward()
+    try:
+        yield
+    finally:
+        gate.note_idle()
 
 
 class TensorPool:

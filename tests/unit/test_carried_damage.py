@@ -26,6 +26,7 @@ from tests.support.budget_builders import (
     BudgetedServer,
     RecordedRows,
 )
+from tests.support.engine_builders import computing
 from tests.support.subspace_builders import make_layers
 
 LIMIT = 0.05
@@ -466,7 +467,7 @@ def test_kv_of_which_nobody_knows_what_it_has_lost_is_native_and_leaves_nothing_
 @contextmanager
 def holding_the_encoder(server: BudgetedServer) -> Iterator[None]:
     """The server computes meanwhile, and memory has room, so that nothing is encoded."""
-    with server.offloader._gate.computing():
+    with computing(server.offloader._gate):
         yield
 
 

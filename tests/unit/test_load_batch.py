@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -17,7 +18,7 @@ import torch
 from krul_backend.device import Device
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common import transfer_gate
-from krul_sglang.engine.common.transfer_gate import IDLE_AFTER_S, TransferGate
+from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore import load_batch
 from krul_sglang.engine.restore.load_batch import Forecast, Load, LoadBatch, LoadFailedError
 from tests.support.engine_builders import (
@@ -890,20 +891,26 @@ def test_a_saver_waits_for_restores_once_a_turn_not_once_a_unit(gate_clock: Simp
     assert gate_clock.waited == [1.0, 1.0]
 
 
-def test_the_encoder_rests_while_forwards_run_and_until_a_moment_after_the_last(
-    gate_clock: SimpleNamespace,
-) -> None:
+def test_the_encoder_rests_from_a_forward_until_the_server_is_idle(gate_clock: SimpleNamespace) -> None:
     gate = TransferGate()
-    with gate.computing():
-        assert not gate.is_idle()
-        gate.rest(3.0)
-        assert gate_clock.waited == [3.0]
-    gate_clock.now_s += IDLE_AFTER_S / 5
+    assert gate.is_idle()
+    gate.note_forward()
+    assert not gate.is_idle()
     gate.rest(3.0)
-    assert gate_clock.waited == [3.0, pytest.approx(0.8 * IDLE_AFTER_S)]
+    assert gate_clock.waited == [3.0]
+    gate.note_idle()
     assert gate.is_idle()
     gate.rest(3.0)
-    assert len(gate_clock.waited) == 2
+    assert gate_clock.waited == [3.0]
+
+
+def test_a_server_that_becomes_idle_ends_a_rest() -> None:
+    gate = TransferGate()
+    gate.note_forward()
+    threading.Timer(0.05, gate.note_idle).start()
+    began_s = time.monotonic()
+    gate.rest(PATIENCE_S)
+    assert time.monotonic() < began_s + PATIENCE_S
 
 
 def test_a_saver_in_a_hurry_waits_no_more() -> None:

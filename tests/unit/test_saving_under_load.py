@@ -18,7 +18,7 @@ from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.save import later_encoding
 from krul_sglang.engine.save.later_encoding import LEAST_SHARE, LaterEncoder, copy_room
 from krul_sglang.engine.save.turn import Turn
-from tests.support.engine_builders import PATIENCE_S
+from tests.support.engine_builders import PATIENCE_S, computing
 from tests.support.store_builders import put, wait_until
 
 PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
@@ -105,7 +105,7 @@ def test_a_turn_waits_for_room_and_encoding_is_hurried_for_it(busy: BusyBench) -
     captured = FakeCapturedTurn()
     full, turn = busy.turn("full", NUM_FREE), busy.turn("a", 3, first_slot=24)
     turn = dataclasses.replace(turn, attention=captured)
-    with busy.gate.computing():
+    with computing(busy.gate):
         busy.gate.has_queue = True
         for each in (full, turn):
             busy.offloader.submit(each)
@@ -354,7 +354,7 @@ def test_the_share_of_a_core_follows_the_room_that_is_taken(
     assert encoder.take_room(num_pages * PAGE_BYTES, lambda: True)
     # An idle server has cores to spare.
     assert encoder._share() == 1.0
-    with busy.gate.computing():
+    with computing(busy.gate):
         assert encoder._share() == share
         busy.gate.has_queue = True
         assert encoder._share() == share / 2
@@ -383,7 +383,7 @@ def test_a_copy_is_encoded_when_idle_or_when_room_is_taken_or_old(
     num_bytes = int(num_taken * encoder.room_bytes)
     assert encoder.take_room(num_bytes, lambda: True)
     if is_computing:
-        with gate.computing():
+        with computing(gate):
             assert encoder._is_time_for(copy) == is_time
     else:
         assert encoder._is_time_for(copy) == is_time
@@ -414,7 +414,7 @@ def test_encoding_is_hurried_while_the_store_has_no_room(busy: BusyBench) -> Non
     sizes = (busy.store.stats().capacity_bytes,)
     taken = busy.store.reserve(sizes, is_fast_copy=False)
     assert taken is not None
-    with busy.gate.computing():
+    with computing(busy.gate):
         assert not busy.encoder._has_full_speed()
         busy.offloader.submit(busy.turn("a", 1))
         wait_until(busy.encoder._has_full_speed)

@@ -20,7 +20,7 @@ from krul_backend.daemon.protocol.messages import MAX_MODELS
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.strategy import LayerGroups, Strategy
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.attach.factory import change_weights, probe_when_idle
+from krul_sglang.engine.attach.factory import change_weights, use_idle_time
 from krul_sglang.engine.budget.served_bases import ServedBases, TextDrift
 from krul_sglang.engine.cache.linker import KrulLinker
 from krul_sglang.engine.cache.runtime import KrulRuntime
@@ -364,5 +364,8 @@ def test_a_path_kept_for_a_probe_never_keeps_memory_from_requests_that_wait(
     )
     scheduler = Updater(SimpleNamespace(linker=linker)).scheduler
     scheduler.is_fully_idle = lambda: is_idle
-    probe_when_idle(scheduler)
+    runtime = KrulRuntime.find(scheduler)
+    runtime.gate.note_forward()
+    use_idle_time(scheduler)
     assert heard == said
+    assert runtime.gate.is_idle()

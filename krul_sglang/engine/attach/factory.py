@@ -226,7 +226,8 @@ def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: A
         return original(worker, batch, *args, **kwargs)
     runtime.linker.steps.note_work()
     capturing = nullcontext() if runtime.capture is None else runtime.capture.recording(batch)
-    with capturing, runtime.gate.computing():
+    runtime.gate.note_forward()
+    with capturing:
         if runtime.restore_forward is None or not batch.forward_mode.is_extend():
             result = original(worker, batch, *args, **kwargs)
         else:
@@ -254,14 +255,15 @@ def change_weights(original: Any, updater: Any, request: Any, *args: Any, **kwar
             runtime.cache.end_weights_change()
 
 
-def probe_when_idle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook of ``Scheduler.on_idle``: probes a stored path while no request runs or waits.
+def use_idle_time(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook of ``Scheduler.on_idle``: encodes, and probes a stored path while no request runs or waits.
 
     If requests wait while none runs, they may need the memory of the path that is kept for a probe.
     """
     runtime = KrulRuntime.find(scheduler)
     if runtime is None:
         return
+    runtime.gate.note_idle()
     if scheduler.is_fully_idle():
         runtime.cache.linker.probe_when_idle()
     else:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-IDLE_AFTER_S = 0.05
-"""A server is idle when it has computed nothing for so long. Between two steps of decoding it is not."""
 
 
 @dataclass
@@ -23,16 +19,15 @@ class Patience:
 class TransferGate:
     """Makes savers wait between two pieces of work while a restore runs: copies both ways slow each other.
 
-    A saver is a thread that stores turns. The thread that encodes also works less while forwards run, and
-    less again while requests wait; the scheduler says with ``has_queue`` whether any do.
+    A saver is a thread that stores turns. The thread that encodes also works less while the server is not
+    idle, and less again while requests wait; the scheduler says with ``has_queue`` whether any do.
     """
 
     def __init__(self, max_wait_s: float = 1.0) -> None:
         self.has_queue = False
         self._max_wait_s = max_wait_s
         self._restores: list[Callable[[], bool]] = []
-        # Infinite while a forward runs.
-        self._idle_from_s = -math.inf
+        self._is_idle = True
         self._changed = threading.Condition()
 
     @contextmanager
@@ -47,20 +42,20 @@ class TransferGate:
                 self._restores.remove(is_wanted)
                 self._changed.notify_all()
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """The server is not idle while this is held, nor right after. For one thread at a time."""
-        self._idle_from_s = math.inf
-        try:
-            yield
-        finally:
+    def note_forward(self) -> None:
+        """A forward begins: the server is not idle until ``note_idle``, and not between two forwards."""
+        self._is_idle = False
+
+    def note_idle(self) -> None:
+        """The scheduler has nothing to compute."""
+        if not self._is_idle:
             with self._changed:
-                self._idle_from_s = time.monotonic() + IDLE_AFTER_S
+                self._is_idle = True
                 self._changed.notify_all()
 
     def is_idle(self) -> bool:
-        """Whether no forward runs, or ran a moment ago."""
-        return self._idle_from_s <= time.monotonic()
+        """Whether the server has nothing to compute."""
+        return self._is_idle
 
     def patience(self) -> Patience:
         """What one piece of storing may wait. It is bounded, because a turn's slots may be evicted."""
@@ -86,5 +81,5 @@ class TransferGate:
         """Wait so long, or until the server is idle."""
         end_s = time.monotonic() + seconds
         with self._changed:
-            while (now_s := time.monotonic()) < min(end_s, self._idle_from_s):
-                self._changed.wait(min(end_s, self._idle_from_s) - now_s)
+            while not self._is_idle and (left_s := end_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
