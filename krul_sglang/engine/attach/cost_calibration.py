@@ -34,11 +34,13 @@ from krul_sglang.engine.restore.restore_planning import DecodeCosts
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_MAX_FORWARD_S = 0.5
+_MAX_FORWARD_S = 1.5
 """Once a prompt takes this long, longer ones are not measured: they follow from the fit."""
 _MIN_LENGTHS = 3
 """Lengths that a fit needs at least, however slow the machine is."""
 _REPEATS = 3
+_SHORT_S = 0.25
+"""Once a prompt takes this long, longer ones run once and not ``_REPEATS`` times."""
 _DECODED_TOKENS, _DECODED_ON_ACCELERATOR = 256, 2048
 """Of a segment whose decoding is measured. An accelerator takes about as long for 256 tokens as for more."""
 _DECODED_DAMAGE = 0.01
@@ -80,9 +82,11 @@ class CostCalibration:
         longest = min(self._pool.num_tokens // 2, self._runner.model_config.context_len)
         own: list[tuple[int, int, float]] = []
         head: list[tuple[int, int, float]] = []
+        slowest_s = 0.0
         for num_tokens in (length for length in _LENGTHS if length <= longest):
             try:
-                seconds, of_heads = self._prefill_samples(random_token_ids(vocab_size, num_tokens))
+                num_runs = _REPEATS if slowest_s < _SHORT_S else 1
+                seconds, of_heads = self._prefill_samples(random_token_ids(vocab_size, num_tokens), num_runs)
             except Exception as error:
                 # With several ranks the others would wait for ever in the forward that this one has left.
                 if not is_out_of_memory(error) or self._agreement.num_ranks > 1 or len(own) < _MIN_LENGTHS:
@@ -91,24 +95,29 @@ class CostCalibration:
                 break
             own.append((num_tokens, 0, seconds / num_layers))
             head += of_heads
-            if self._slowest_s(seconds) > _MAX_FORWARD_S and len(own) >= _MIN_LENGTHS:
+            slowest_s = self._slowest_s(seconds)
+            if slowest_s > _MAX_FORWARD_S and len(own) >= _MIN_LENGTHS:
                 break
         fitted = fit_compute(own)
         return fitted, fit_compute(head) if head else fitted
 
-    def _prefill_samples(self, token_ids: Sequence[int]) -> tuple[float, list[tuple[int, int, float]]]:
-        """Seconds of the engine's own forward of a prompt, and samples of recomputing its heads."""
+    def _prefill_samples(
+        self, token_ids: Sequence[int], num_runs: int
+    ) -> tuple[float, list[tuple[int, int, float]]]:
+        """Seconds of the engine's own forward of a prompt, and samples of recomputing its heads: the fastest of
+        so many runs."""
         seconds: list[float] = []
         of_heads: list[tuple[int, int, float]] = []
         ends = (len(token_ids),) * self._pool.num_layers
-        for _ in range(_REPEATS):
+        for _ in range(num_runs):
             with ordinary_prefill(self._runner, self._tree_cache, token_ids) as prefilled:
                 seconds.append(prefilled.seconds)
-                if self._heads is not None and len(seconds) == _REPEATS:
-                    of_heads += self._head_samples(Head(prefilled.token_ids, prefilled.slots, 0, ends))
+                if self._heads is not None and len(seconds) == num_runs:
+                    whole = Head(prefilled.token_ids, prefilled.slots, 0, ends)
+                    of_heads += self._head_samples(whole, num_runs)
         return min(seconds), of_heads
 
-    def _head_samples(self, whole: Head) -> Iterable[tuple[int, int, float]]:
+    def _head_samples(self, whole: Head, num_runs: int) -> Iterable[tuple[int, int, float]]:
         """``(tokens, past tokens, seconds per layer)`` of the whole head and of its second half."""
         num_tokens = whole.ends[0]
         parts = [whole.part(0, num_tokens), whole.part(num_tokens // 2, num_tokens)]
@@ -116,7 +125,7 @@ class CostCalibration:
             assert part is not None
             assert self._heads is not None
             run = partial(self._heads.run, [part])
-            seconds = min(timed(self._pool.streams, run) for _ in range(_REPEATS))
+            seconds = min(timed(self._pool.streams, run) for _ in range(num_runs))
             yield part.ends[0] - part.start, part.start, seconds / self._pool.num_layers
 
     def _slowest_s(self, seconds: float) -> float:
