@@ -104,8 +104,8 @@ class CostCalibration:
     def _prefill_samples(
         self, token_ids: Sequence[int], num_runs: int
     ) -> tuple[float, list[tuple[int, int, float]]]:
-        """Seconds of the engine's own forward of a prompt, and samples of recomputing its heads: the fastest of
-        so many runs."""
+        """Seconds of the engine's own forward of a prompt, and samples of recomputing its heads. Of
+        ``num_runs`` the fastest counts."""
         seconds: list[float] = []
         of_heads: list[tuple[int, int, float]] = []
         ends = (len(token_ids),) * self._pool.num_layers
