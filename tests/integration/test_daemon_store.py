@@ -408,8 +408,10 @@ def test_the_arena_of_a_daemon_that_died_stays_locked_while_it_is_copied_from(
     lease = lease_pages(store, "c", 0, 2)
     assert lease is not None
     (old_pages,) = device.module.locked
+    assert store.is_held(lease)
     os.kill(own_daemon.pid, signal.SIGKILL)
     wait_until(lambda: store.counters.reconnects == 1)
+    assert not store.is_held(lease)
     block = lease.slices[0].blocks[0]
     loading = device.new_stream()
     with device.on_stream(loading):

@@ -107,8 +107,8 @@ def test_plans_are_allowed_and_never_beat_the_oracle(problem: RestoreProblem) ->
     solution, searched = OptimalPlanner().solve(problem), LocalSearchPlanner().plan(problem)
     for planner in (*map(make_planner, PLANNERS), RandomPlanner()):
         plan = planner.plan(problem)
-        # Sums of many plans at once and of one may differ in the last bit.
-        assert solution.bound_s <= plan.end_s * (1 + 1e-12)
+        # Sums of many plans at once and of one may differ in the last bit, also where one is 0.
+        assert solution.bound_s <= plan.end_s * (1 + 1e-12) + 1e-12
         if planner.name != "local-search":
             assert solution.plan.end_s <= plan.end_s * (1 + 1e-12)
             assert planner.name == "random" or searched.end_s <= plan.end_s * (1 + 1e-12)

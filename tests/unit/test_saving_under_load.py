@@ -424,6 +424,27 @@ def test_encoding_is_hurried_while_the_store_has_no_room(busy: BusyBench) -> Non
     busy.encode_now()
 
 
+def test_a_copy_whose_daemon_has_died_is_stored_again_at_once(
+    busy: BusyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes can still be read, but the next daemon does not know them."""
+    write, written = busy.offloader.writer.write, list[bool]()
+
+    def write_and_note(*args: Any, is_fast_copy: bool = False, **kwargs: Any) -> bool:
+        written.append(is_fast_copy)
+        return write(*args, is_fast_copy=is_fast_copy, **kwargs)
+
+    monkeypatch.setattr(busy.offloader.writer, "write", write_and_note)
+    with computing(busy.gate):
+        busy.offloader.submit(busy.turn("a", 1))
+        assert busy.offloader.pop_completed()
+        assert not busy.encoder._has_full_speed()
+        monkeypatch.setattr(busy.store, "is_held", lambda lease: False)
+        assert busy.encoder._has_full_speed()
+        busy.encode_now()
+    assert written == [True, True, False]
+
+
 def test_an_encoding_rests_by_its_share_and_waits_for_restores(
     busy: BusyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,10 @@ class KVStore(Protocol):
     def drop_fast_copies(self, model: ModelIdentity, page_keys: Sequence[str]) -> None:
         """Drop the fast copies that hold a page of ``page_keys``; leased bytes stay until released."""
 
+    def is_held(self, lease: Lease) -> bool:
+        """Whether the store still has what a lease pins. After a daemon has died, its successor does not."""
+        return True
+
     @abstractmethod
     def release(self, lease: Lease) -> None:
         """End a lease. Raises KeyError when it is unknown or was released before."""

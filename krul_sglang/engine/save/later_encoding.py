@@ -84,7 +84,8 @@ class LaterEncoder:
     A copy waits until the server is idle, or until those that wait take ``SMALL_SHARE`` of the room that they
     may take: ``copy_room()`` bytes, asked before each copy. While forwards run, the thread works for a share
     of a core: ``LEAST_SHARE``, or as much as there is of that room taken; half of it if requests wait; all of
-    it while a turn waits for room. A copy stays findable, before and after it is encoded: then it is the
+    it while a turn waits for room, or while the oldest copy is one of a daemon that has died, whose successor
+    does not know it. A copy stays findable, before and after it is encoded: then it is the
     first to leave when memory needs room, or leaves at once unless ``keeps_copies``.
     """
 
@@ -271,7 +272,12 @@ class LaterEncoder:
         )
 
     def _has_full_speed(self) -> bool:
-        return self._is_hurried or self._num_wanting > 0 or self._gate.is_idle()
+        return self._is_hurried or self._num_wanting > 0 or self._gate.is_idle() or self._has_lost_copy()
+
+    def _has_lost_copy(self) -> bool:
+        """Whether nobody can find the oldest copy until it is encoded: others were lost before it, if any."""
+        with self._changed:
+            return bool(self._waiting) and not self._store.is_held(self._waiting[0].lease)
 
     def _share(self) -> float:
         """Share of a core that encoding may take now."""
@@ -281,7 +287,7 @@ class LaterEncoder:
         return share / 2 if self._gate.has_queue else share
 
     def _encode(self, copy: ExactCopy, stream: Any) -> None:
-        """Store a copy once more, encoded."""
+        """Store a copy once more, encoded; also as it is if its daemon has died."""
         page_size = copy.model.page_size
         start, end = copy.pages.start * page_size, copy.pages.stop * page_size
         patience = self._gate.patience()
@@ -300,6 +306,11 @@ class LaterEncoder:
             return bool(self._waiting) and self._waiting[0] is copy
 
         run = TokenRun(_CopyReader(copy, self._codec, self._pool).read, start, end - start, copy.head_ends)
+        if not self._store.is_held(copy.lease) and copy.encoding.exact is not None:
+            exact = copy.encoding.exact.encode(copy.index, run, pause)
+            self._writer.write(
+                copy.turn, copy.model, copy.pages, exact, stream, is_fast_copy=True, is_wanted=is_wanted
+            )
         encoded = copy.encoding.encode(copy.index, run, pause)
         copy.on_encoded(encoded.codec)
         if self._writer.write(copy.turn, copy.model, copy.pages, encoded, stream, is_wanted=is_wanted):

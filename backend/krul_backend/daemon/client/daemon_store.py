@@ -289,6 +289,11 @@ class DaemonStore(KVStore):
     def drop_fast_copies(self, model: ModelIdentity, page_keys: Sequence[str]) -> None:
         self._try(DropFastCopiesRequest(fingerprint=model.fingerprint, page_keys=tuple(page_keys)), model)
 
+    def is_held(self, lease: Lease) -> bool:
+        with self._lock:
+            connection = self._leases.get(lease.lease_id)
+        return connection is not None and connection.session.is_alive
+
     def release(self, lease: Lease) -> None:
         """As the interface says, without waiting for the daemon."""
         with self._lock:
