@@ -265,8 +265,8 @@ def go_on(
 def test_a_daemon_that_is_killed_among_many_users_costs_hits_and_not_answers(
     server: ServerProcess, control: ServerProcess, chats: list[Chat], num_kills: int
 ) -> None:
-    """What is stored after that is found again, also of conversations that began before it. It comes back as it
-    was, also what waited to be encoded when the daemon died."""
+    """What is stored after that is found again, also of conversations that began before it. It comes back as
+    it was, also what waited to be encoded when the daemon died."""
     before = settled_stats(server)["daemon"]
     is_over = threading.Event()
 
