@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.load.run import CONFIGURATIONS, POOL_SHARE, run
+from benchmarks.load.run import CONFIGURATIONS, POOL_SHARE, find_configuration, run
 from benchmarks.options import names, numbers
 from benchmarks.pages.serving import load_tables
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
@@ -24,9 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        if unknown := set(given.configurations) - CONFIGURATIONS.keys():
-            accepted = ", ".join(CONFIGURATIONS)
-            raise ServingBenchmarkError(f"--configurations: no {', '.join(unknown)}; accepted are {accepted}")
+        for name in given.configurations:
+            find_configuration(name)
         if min(given.blocks, *given.users) < 1 or not 0 < given.max_new_tokens < given.turn_tokens:
             raise ServingBenchmarkError(
                 "--blocks and --users begin at 1, and --max-new-tokens is less than --turn-tokens; got "
@@ -64,7 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, help="file for the summary of the result")
     add("--raw", type=Path, help="file for the result with every turn")
     add("--model", default="smollm2", help="smollm2, bundled, a folder or a hub name (smollm2)")
-    add("--configurations", type=names, default=[*CONFIGURATIONS], help=", ".join(CONFIGURATIONS))
+    add(
+        "--configurations",
+        type=names,
+        default=[*CONFIGURATIONS],
+        help=", ".join([*CONFIGURATIONS, "compressed:SHARE"]),
+    )
     add("--blocks", type=int, default=2, help="how often each of them runs (2)")
     add("--users", type=numbers, default=[8], help="users side by side, one number or several (8)")
     add("--dtype", type=names, default=["float32"], help="float32, bfloat16 or both (float32)")

@@ -40,7 +40,28 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "compressed": ("compressed", {"host_share": 0.1}),
     "compressed-all-memory": ("compressed", {}),
 }
-"""What can be compared: a server of ``benchmarks.serving``, and in what its ``Configuration`` differs."""
+"""What is compared: a server of ``benchmarks.serving``, and in what its ``Configuration`` differs."""
+
+
+def find_configuration(name: str) -> tuple[str, dict[str, Any]]:
+    """One of ``CONFIGURATIONS``, or ``compressed:SHARE`` with host memory for that share of native KV.
+
+    Raises:
+        ServingBenchmarkError: there is none of that name.
+    """
+    server, _, share = name.partition(":")
+    try:
+        return (
+            (server, {"host_share": float(share)})
+            if server == "compressed" and share
+            else CONFIGURATIONS[name]
+        )
+    except (KeyError, ValueError):
+        accepted = ", ".join(CONFIGURATIONS)
+        raise ServingBenchmarkError(
+            f"no configuration {name}; accepted are {accepted}, compressed:SHARE"
+        ) from None
+
 
 POOL_SHARE = 0.45
 """The small pool, as a share of what all conversations have in the end."""
@@ -84,7 +105,15 @@ def run(
                 break
             played.setdefault(name, []).append(answered)
             of_block = [asdict(turn) for turn in answered.turns]
-            turns.append({**load, "block": block, "configuration": name, "turns": of_block})
+            turns.append(
+                {
+                    **load,
+                    "block": block,
+                    "configuration": name,
+                    "turns": of_block,
+                    "krul": answered.when_settled,
+                }
+            )
         rows += [{**load, **row} for row in make_rows(played)]
         if failure is not None:
             break
@@ -149,7 +178,7 @@ def _play_server(
     encode: EncodeMessages,
 ) -> Played:
     """Start the server of a configuration, let all users have their conversations with it, and stop it."""
-    server_name, changes = CONFIGURATIONS[name]
+    server_name, changes = find_configuration(name)
     running = ("--max-running-requests", str(most_running(name, pools, configuration.users)))
     own = replace(configuration, **changes, server_args=(*running, *configuration.server_args))
     with tempfile.TemporaryDirectory(prefix="krul-load-") as folder:
