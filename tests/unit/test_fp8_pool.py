@@ -15,12 +15,12 @@ from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.adapter import start_proof
 from krul_sglang.adapter.head_attention import HeadAttention, NoHeadsError
-from krul_sglang.adapter.head_recompute import Head
 from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.adapter.start_proof import Prefilled, prove_heads
 from krul_sglang.adapter.unsupported import UnsupportedSetupError
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span
+from krul_sglang.engine.restore.heads import Head
 from krul_sglang.engine.restore.restore_path import HeadProof
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, NUM_SLOTS = 2, 2, 16, 64

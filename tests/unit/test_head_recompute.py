@@ -18,8 +18,9 @@ from krul_backend.codec.layout import LayerShape
 from krul_backend.device import Device
 from krul_sglang.adapter import attach
 from krul_sglang.adapter.head_attention import NoHeadsError
-from krul_sglang.adapter.head_recompute import Head, HeadRecompute
+from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.adapter.hook_targets import IncompatibleEngineError
+from krul_sglang.engine.restore.heads import Head
 from krul_sglang.engine.restore.restore_forward import _Prefix
 from krul_sglang.engine.restore.restore_path import RestoreMode
 from tests.support.engine_builders import TensorPool, bare_load
