@@ -45,6 +45,9 @@ WHOLE_LOADS = "full-load"
 PLANNERS_WITHOUT_HEADS = (WHOLE_LOADS, "full-recompute")
 """The first one serves models whose heads cannot be recomputed, instead of any planner but these."""
 
+TURNS_PER_REQUEST = 4
+"""Turns that may be recorded at a time, for each request that may run: those that ended wait to be stored,
+and what was not recorded cannot be compressed."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
     if config.estimator == "sampled" or config.needs_query_rows:
         plan = CapturePlan.fit(
             shape,
-            max_requests=req_to_token.shape[0],
+            max_requests=TURNS_PER_REQUEST * req_to_token.shape[0],
             num_rows=config.query_rows,
             max_bytes=config.query_memory_bytes(Device.of(req_to_token).memory_bytes),
         )
