@@ -7,29 +7,25 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.figures import charts, restore
+from benchmarks.figures import charts
 from benchmarks.pages import RESULTS, ROOT
 
 FIGURES = ROOT / "docs" / "figures"
 DRAWN = {
-    "estimator": (charts.draw_estimator, "estimator-cpu.json", "estimator.png"),
     "load": (charts.draw_load, "load-cpu.json", "load.png"),
     "overlap": (charts.draw_overlap, "overlap-cpu.json", "overlap.png"),
-    "policy": (charts.draw_policy, "policy-cpu.json", "policy.png"),
     "quality": (charts.draw_quality, "quality-agent-cpu.json", "quality.png"),
-    "restore": (restore.draw, "restore-cpu.json", "."),
     "serving": (charts.draw_serving, "serving-cpu.json", "serving.png"),
     "simulate": (charts.draw_simulate, "simulate.json", "simulate.png"),
-    "truncation": (charts.draw_truncation, "truncation-quality-cpu.json", "truncation.png"),
 }
-"""What draws each figure, from which result, and as which file; the figures of restores go into a folder."""
+"""What draws each figure, from which result, and as which file."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=DRAWN)
     parser.add_argument("--json", type=Path, help="another result")
-    parser.add_argument("--png", type=Path, help="another file, or folder of the figures of restores")
+    parser.add_argument("--png", type=Path, help="another file")
     arguments = parser.parse_args()
     draw, result, figure = DRAWN[arguments.name]
     path = RESULTS / result if arguments.json is None else arguments.json

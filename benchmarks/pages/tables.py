@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from benchmarks.pages import RESULTS, source, table, truncation
+from benchmarks.pages import RESULTS, source, table
 from benchmarks.pages.serving import serving_tables
-from benchmarks.restore.rows import Row, longest, settings
 from krul_sglang.demo.report import ratio_text
 
 DEMO_RESULT = RESULTS / "demo-cpu.json"
@@ -23,11 +21,7 @@ QUALITY_RESULTS = (
 )
 """Those that were measured are shown."""
 CODEC_RESULT = RESULTS / "codec-cpu.json"
-ESTIMATOR_RESULT = RESULTS / "estimator-cpu.json"
-RESTORE_RESULT = RESULTS / "restore-cpu.json"
-SEGMENTS_RESULT = RESULTS / "restore-segments-cpu.json"
 TIERS_RESULT = RESULTS / "tiers-cpu.json"
-POLICY_RESULT = RESULTS / "policy-cpu.json"
 
 
 def demo_table(result: dict[str, Any]) -> str:
@@ -141,113 +135,8 @@ def codec_table(result: dict[str, Any]) -> str:
     return f"{table(heads, rows, left=(1,))}\n\n{notes}"
 
 
-def estimator_table(result: dict[str, Any]) -> str:
-    """How near each estimator comes to the exact one, and what it costs."""
-    accuracy = table(
-        ("estimator", "rank correlation of distances", "same pairs chosen"),
-        (
-            (row["estimator"], f"{row['spearman']['mean']:.3f}", f"{row['overlap']['mean']:.0%}")
-            for row in result["summary"]["accuracy"]
-        ),
-    )
-    cost = table(
-        (
-            *("tokens", "cost of a prompt: exact", "heterogeneous", "sampled"),
-            *("of a decode step: exact", "heterogeneous", "sampled"),
-        ),
-        (
-            (
-                prefill["num_tokens"],
-                *(f"{prefill['ratios_to_forward'][f'{name}_ratio']:.1%}" for name in _ESTIMATORS),
-                *(f"{decode['tpot_ratio'][name]:.3f}x" for name in _ESTIMATORS),
-            )
-            for prefill, decode in zip(result["cost"]["prefill"], result["cost"]["decode"], strict=True)
-        ),
-        left=(),
-    )
-    configuration = result["configuration"]
-    notes = (
-        "Against every row of the conversation, over",
-        f"{configuration['conversations']} held-out conversations of",
-        f"{min(configuration['history_tokens'])} to {max(configuration['history_tokens'])} tokens;",
-        "sampled-N keeps N rows. Cost: of the reduction against the forward itself, and of a decode step",
-        f"with it against one without, medians of {configuration['repeats']} and more (sampled: what the",
-        "engine's capture adds, against the same step);",
-        f"{result['machine']['cores']} cores and no GPU. {source(ESTIMATOR_RESULT)}",
-    )
-    return f"{accuracy}\n\n{cost}\n\n{' '.join(notes)}"
-
-
-_ESTIMATORS = ("exact", "heterogeneous", "sampled")
-
-
-def restore_table(result: dict[str, Any]) -> str:
-    """Time to the first token by method and tier, of the first shape at the longest history of each tier."""
-    shape = result["rows"][0]["shape"]
-    columns = {
-        tier: longest(rows) for (name, tier), rows in settings(result["rows"]).items() if name == shape
-    }
-    heads = (f"{tier}, {rows[0]['history_tokens']} tokens" for tier, rows in columns.items())
-    lines = []
-    for cells in zip(*columns.values(), strict=True):
-        texts = (_restore_cell(cell, rows[0]) for cell, rows in zip(cells, columns.values(), strict=True))
-        lines.append((cells[0]["method"], *texts))
-    return f"{table(('restored by', *heads), lines)}\n\n{_restore_notes(result, shape)}"
-
-
-def _restore_cell(row: Row, recompute: Row) -> str:
-    seconds = row["ttft_s"]["median"]
-    if row["chosen"] == "recompute":
-        return f"{_ms(seconds)}, recomputes"
-    return f"{_ms(seconds)} ({recompute['ttft_s']['median'] / seconds:.2f}x), {_mib(row['bytes_stored'])}"
-
-
-def _restore_notes(result: dict[str, Any], shape: str) -> str:
-    configuration, rows = result["configuration"], result["rows"]
-    model = next(model for model in result["models"] if model["name"] == shape)
-    errors = [row["predicted_s"] / row["ttft_s"]["median"] for row in rows]
-    return " ".join(
-        (
-            f"Medians of {configuration['repeats']} restores, methods in turn; in brackets the ratio to full",
-            "recompute, then the bytes that have to be kept for it. A decoder of",
-            f"{model['num_layers']} layers, hidden size {model['hidden_size']},",
-            f"{model['num_kv_heads']} KV heads, random weights, {configuration['dtype']};",
-            f"{configuration['new_tokens']} new tokens; one thread computes, one loads;",
-            "bandwidths are limits set by the benchmark.",
-            "krul: half of the layers in pairs that share directions; planned: heads of searched lengths;",
-            "pyramid, partial-recompute: the paper's linear heads and one ratio for all layers.",
-            "Each restore was checked against recomputing, or, where the codec loses something, against its",
-            "own decoded tails; quality is measured above.",
-            f"Predicted over measured time, all {len(rows)} rows: median {statistics.median(errors):.2f}.",
-            f"Machine: {result['machine']['cores']} cores, no GPU, load average",
-            f"{result['machine']['load_average_1min']} at the end. {source(RESTORE_RESULT)}",
-        )
-    )
-
-
 _LEFT_OF_TIERS = ("lookup", "index-lookup", "ssd-metadata", "fragmentation")
 """Rows of the tiers that are lines of text, not of the table of bytes."""
-
-
-def segments_table(result: dict[str, Any]) -> str:
-    """The host's cost of a returning prefix by the number of segments that it was stored as."""
-    heads = "shape", "tokens", "segments", "lookup", "open", "plan", "load", "its CPU time", "all", "ratio"
-    rows = []
-    whole: dict[tuple[str, int], float] = {}
-    for row in result["rows"]:
-        seconds = {step: of_step["median"] for step, of_step in row["seconds"].items()}
-        first_s = whole.setdefault((row["shape"], row["tokens"]), seconds["total"])
-        steps = (seconds[step] for step in ("lookup", "open", "plan", "load", "load_cpu", "total"))
-        cells = (f"{1000 * step_s:.2f} ms" for step_s in steps)
-        ratio = f"{seconds['total'] / first_s:.2f}"
-        rows.append((row["shape"], row["tokens"], row["segments"], *cells, ratio))
-    notes = (
-        f"Medians of {result['configuration']['repeats']} restores of everything, numbers of segments in",
-        "turn; every row that came back was compared. Pages of one token; a store in the same process.",
-        f"Ratio: to the fewest segments. Machine: {result['machine']['cores']} cores, no GPU.",
-        source(SEGMENTS_RESULT),
-    )
-    return f"{table(heads, rows)}\n\n{' '.join(notes)}"
 
 
 def tiers_table(result: dict[str, Any]) -> str:
@@ -316,69 +205,13 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms"
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def policy_table(result: Mapping[str, Any]) -> str:
-    """Hits and saved seconds by DRAM and by users, a column for each policy."""
-    rows = result["rows"]
-    names = list(dict.fromkeys(row["policy"] for row in rows))
-    lines = []
-    configuration = result["configuration"]
-    for row in rows:
-        if row["policy"] == names[0] and row["part"] != "queue":
-            same = [each for each in rows if _setting(each) == _setting(row)]
-            cells = [f"{each['hit_rate']:.1%}, {each['saved']:.1%}" for each in same]
-            users = row.get("users", configuration["users"])
-            lines.append((users, f"{row['share']:.0%}", *cells))
-    cost = configuration["cost"]
-    notes = (
-        "Share of prompt tokens found in DRAM, then share of the seconds of computing that this saves.",
-        f"{configuration['sessions']} sessions of coding agents, {configuration['requests']} requests;",
-        f"a replay has {configuration['turns']} turns, or ten for each user.",
-        "DRAM: of all that was ever asked for. Bytes per token differ between conversations by up to",
-        f"{configuration['size_spread']:g} either way. Computing a token takes",
-        f"{cost['token_s'] * 1e6:g} us, and",
-        f"{cost['position_s'] * 1e9:g} ns more for each token before it. {source(POLICY_RESULT)}",
-    )
-    return f"{table(('users', 'DRAM', *names), lines, left=())}\n\n{' '.join(notes)}"
-
-
-def queue_table(result: Mapping[str, Any]) -> str:
-    """What it is worth to hold what waiting requests will use."""
-    rows = [row for row in result["rows"] if row["part"] == "queue"]
-    lines = []
-    for name in dict.fromkeys(row["policy"] for row in rows):
-        cells = [f"{row['hit_rate']:.1%}, {row['saved']:.1%}" for row in rows if row["policy"] == name]
-        lines.append((name, *cells))
-    configuration = result["configuration"]
-    notes = (
-        f"{configuration['users']} users, DRAM {configuration['share_of_many']:.0%}, a server that answers",
-        f"{configuration['slots']} requests at once, each for as long as it was recorded to take.",
-    )
-    heads = "policy", "looked up when it starts", "held from its arrival on"
-    return f"{table(heads, lines)}\n\n{' '.join(notes)}"
-
-
-def _setting(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in ("part", "users", "share"))
-
-
 def tables() -> dict[str, str]:
     """The tables of the kept results, by the names of their places."""
     quality = {path: orjson.loads(path.read_bytes()) for path in QUALITY_RESULTS if path.exists()}
-    policies = orjson.loads(POLICY_RESULT.read_bytes())
     return {
         "demo": demo_table(orjson.loads(DEMO_RESULT.read_bytes())),
         **serving_tables(),
         "quality": quality_tables(quality),
         "codec": codec_table(orjson.loads(CODEC_RESULT.read_bytes())),
-        "estimator": estimator_table(orjson.loads(ESTIMATOR_RESULT.read_bytes())),
-        "restore": restore_table(orjson.loads(RESTORE_RESULT.read_bytes())),
-        "segments": segments_table(orjson.loads(SEGMENTS_RESULT.read_bytes())),
         "tiers": tiers_table(orjson.loads(TIERS_RESULT.read_bytes())),
-        "policy": policy_table(policies),
-        "policy-queue": queue_table(policies),
-        **truncation.truncation_tables(),
     }
