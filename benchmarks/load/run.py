@@ -26,7 +26,6 @@ from benchmarks.serving.servers import Server, check_pool, kv_token_bytes, make_
 from krul_backend.errors import KrulError
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.demo.conversations import Conversation, load_conversations
-from krul_sglang.demo.environment import about_run
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.demo.server import ServerError
 from krul_sglang.demo.sizing import EncodeMessages, PoolSizes, load_token_encoder, plan_pools
@@ -80,7 +79,6 @@ def run(
     Raises:
         KrulError: the options fit nothing, or the first server fails.
     """
-    started = time.monotonic()
     encode, context_length = load_token_encoder(base.model_path)
     texts = list(choose_texts(base.data))
     loads: list[dict[str, Any]] = []
@@ -119,16 +117,12 @@ def run(
             break
     if failure is not None and not rows:
         raise failure
-    about = about_run(("torch", "sglang", "transformers"))
     # Where the data lie is of no use to others.
     data = "" if base.data is None else base.data.name
     of_run = {"data": data, "servers": names, "users": users, "dtype": dtypes, "blocks": num_blocks}
     return {
-        **about,
-        "command": about["command"].replace(str(base.data), data),
         "configuration": {name: value for name, value in base.to_json().items() if value is not None}
         | of_run,
-        "duration_s": round(time.monotonic() - started, 1),
         "failure": None if failure is None else str(failure).splitlines()[0],
         "loads": loads,
         "rows": rows,

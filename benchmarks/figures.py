@@ -1,17 +1,23 @@
-"""Figures of one result each: a function is given the result and the path of the PNG file."""
+"""``python -m benchmarks.figures NAME``: draws a figure of the documentation from the result that is kept.
+
+A function is given the result and the path of the PNG file. Only this module needs matplotlib.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import orjson
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
+from benchmarks.tables import RESULTS, ROOT
 from krul_sglang.cli.trace import draw_restore
 from krul_sglang.traced_restore import TracedRestore
 
@@ -160,3 +166,31 @@ def save(figure: Any, path: Path, **options: Any) -> None:
 def draw_overlap(result: Mapping[str, Any], path: Path) -> None:
     """One restore on a server: when heads were computed and tails loaded, and what of each layer."""
     draw_restore(TracedRestore.parse(result["restore"], index=0, rank=0), path)
+
+
+FIGURES = ROOT / "docs" / "figures"
+DRAWN = {
+    "load": (draw_load, "load-cpu.json"),
+    "multiturn": (draw_serving, "multiturn-cpu.json"),
+    "overlap": (draw_overlap, "overlap-cpu.json"),
+    "quality": (draw_quality, "quality-agent-cpu.json"),
+    "serving": (draw_serving, "serving-cpu.json"),
+    "simulate": (draw_simulate, "simulate.json"),
+}
+"""What draws each figure, and from which result."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=DRAWN)
+    parser.add_argument("--json", type=Path, help="another result")
+    parser.add_argument("--png", type=Path, help="another file")
+    given = parser.parse_args()
+    draw, result = DRAWN[given.name]
+    path = RESULTS / result if given.json is None else given.json
+    png = FIGURES / f"{given.name}.png" if given.png is None else given.png
+    draw(orjson.loads(path.read_bytes()), png)
+
+
+if __name__ == "__main__":
+    main()
