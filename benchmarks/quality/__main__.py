@@ -148,12 +148,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--items", "conversations per group and length; default: the suite's", type=int)
     add("--methods", "only rows whose name matches this shell pattern; repeatable", action="append")
     add("--variant", "control made of the model: depth-doubled or rotated:ANGLE")
-    add("--data", "folder of LongBench's <task>.jsonl files, or of agents' sessions", type=Path)
+    add("--data", "folder of agents' sessions", type=Path)
     length = "tokens of an agent's history; repeatable"
     add("--length", length, to="lengths", type=int, action="append")
     add("--learn-from", "only learn from this folder of the data; repeatable", action="append")
     add("--bases", "file of `krul-sglang learn`; default: learned from unscored text", type=Path)
-    add("--max-tokens", "LongBench prompts are cut to this in the middle", type=int)
     add("--gamma", "I-R threshold of Algorithm 1; 0 leaves no layer out", type=float)
     add("--rows-per-turn", "tokens of each turn at which attention is sampled", type=int)
     add("--device", "torch device")
