@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import runner
-from benchmarks.runner import Result, names, numbers
+from benchmarks.runner import Result, failures_kept, names, numbers
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.conversations import generated_conversation
 from benchmarks.serving.servers import Server, make_server
@@ -101,8 +101,10 @@ def run(
 ) -> dict[str, Any]:
     """Measure every method in each setting, and make rows.
 
+    If a server fails, the result has the settings before, and the ``failure``.
+
     Raises:
-        KrulError: the options fit nothing, or a server fails.
+        KrulError: the options fit nothing, or a server fails in the first setting.
     """
     encode, context_length = load_token_encoder(base.model_path)
     lengths = base.history_tokens
@@ -120,23 +122,24 @@ def run(
         device_tokens=base.device_tokens,
         context_length=context_length,
     )
-    rows: list[dict[str, Any]] = []
-    chart: TracedRestore | None = None
-    for setting in settings:
-        returned: dict[str, list[Returned]] = {}
-        with tempfile.TemporaryDirectory(prefix="krul-overlap-") as name:
-            for method in methods:
-                logger.info("%s at %g MB/s: %s", setting.tier, setting.mbs, method)
-                server = _make(method, setting, base, pools, Path(name))
-                returned[method] = list(_play(server, setting, groups, [*lengths, pair_tokens], base))
-        rows += _rows(setting, returned)
-        if setting == settings[-1]:
-            chart = _longest(returned.get("native-planned", ()))
-    return {
+    result: dict[str, Any] = {
         "configuration": {**base.to_json(), "settings": [asdict(each) for each in settings]},
-        "rows": rows,
-        "restore": None if chart is None else _as_dict(chart),
+        "rows": [],
+        "restore": None,
     }
+    with failures_kept(result):
+        for setting in settings:
+            returned: dict[str, list[Returned]] = {}
+            with tempfile.TemporaryDirectory(prefix="krul-overlap-") as name:
+                for method in methods:
+                    logger.info("%s at %g MB/s: %s", setting.tier, setting.mbs, method)
+                    server = _make(method, setting, base, pools, Path(name))
+                    returned[method] = list(_play(server, setting, groups, [*lengths, pair_tokens], base))
+            result["rows"] += _rows(setting, returned)
+            if setting == settings[-1]:
+                chart = _longest(returned.get("native-planned", ()))
+                result["restore"] = None if chart is None else _as_dict(chart)
+    return result
 
 
 def _make(method: str, setting: Setting, base: Configuration, pools: PoolSizes, folder: Path) -> Server:

@@ -6,7 +6,8 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,24 @@ def run(
     return 0
 
 
+@contextmanager
+def failures_kept(result: dict[str, Any]) -> Iterator[None]:
+    """A KrulError within ends the measuring; ``result`` then names it as its ``failure``, if it has rows."""
+    result["failure"] = None
+    try:
+        yield
+    except KrulError as error:
+        if not result["rows"]:
+            raise
+        result["failure"] = str(error).splitlines()[0]
+
+
 def about(data: Path | None = None) -> dict[str, Any]:
     """What a result says of its run; of the folder ``data`` the command has the name only."""
     found = about_run(PACKAGES)
-    return found if data is None else {**found, "command": found["command"].replace(str(data), data.name)}
+    if data is not None and data.name:
+        found["command"] = found["command"].replace(str(data), data.name)
+    return found
 
 
 def without_samples(value: Any) -> Any:

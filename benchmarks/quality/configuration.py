@@ -26,6 +26,7 @@ _RECALL_HISTORIES = 25
 """Of a pretrained model: with 60 questions each, 1,500 in all."""
 
 _ITEMS = 7
+_MIN_LENGTH = 256
 _LEARNING_DOCUMENTS = 50
 _LEARNING_DIALOGUES = 24
 
@@ -50,8 +51,9 @@ class Configuration:
     """``items``: conversations per group and length; None takes the suite's own. ``methods``: shell patterns
     of row names.
 
-    ``variant``: a control made of the model, see ``benchmarks.variants``. ``data``: files of `agent`. ``lengths``: of histories of `agent`. ``learn_from``: its domains from which methods may
-    learn; none names all. ``bases``: a file of `krul-sglang learn`; None learns from text that is not scored.
+    ``variant``: a control made of the model, see ``benchmarks.variants``. ``data``: files of `agent`.
+    ``lengths``: of histories of `agent`. ``learn_from``: its domains from which methods may learn; none names
+    all. ``bases``: a file of `krul-sglang learn`; None learns from text that is not scored.
     """
 
     model: Path = REFERENCE_MODEL
@@ -73,6 +75,10 @@ class Configuration:
     def __post_init__(self) -> None:
         if (self.suite is Suite.AGENT) != (self.data is not None):
             raise BenchmarkError("--suite agent needs --data DIR, and no other suite takes it")
+        if min(1 if self.items is None else self.items, self.rows_per_turn, self.threads) < 1:
+            raise BenchmarkError("--items, --rows-per-turn and --threads begin at 1")
+        if min(self.lengths) < _MIN_LENGTH:
+            raise BenchmarkError(f"--length begins at {_MIN_LENGTH}, got {min(self.lengths)}")
         if self.learn_from and self.suite is not Suite.AGENT:
             raise BenchmarkError("--learn-from names folders in the data of --suite agent")
 

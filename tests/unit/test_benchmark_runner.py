@@ -56,10 +56,26 @@ def test_a_user_s_error_is_one_line_and_nothing_is_written(
 def test_what_was_measured_before_a_failure_is_written_and_the_failure_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = {"rows": [1], "failure": "a server fell over"}
-    assert runner.run(given(tmp_path), lambda: result, show) == 1
+    def measure() -> Result:
+        result: dict[str, Any] = {"rows": []}
+        with runner.failures_kept(result):
+            result["rows"].append(1)
+            raise KrulError("a server fell over\n  its log")
+        return result
+
+    assert runner.run(given(tmp_path), measure, show) == 1
     assert "not all was measured: a server fell over" in capsys.readouterr().err
-    assert orjson.loads((tmp_path / "out.json").read_bytes())["rows"] == [1]
+    written = orjson.loads((tmp_path / "out.json").read_bytes())
+    assert (written["rows"], written["failure"]) == ([1], "a server fell over")
+
+
+def test_a_failure_before_the_first_row_is_an_error_and_none_is_named_as_none() -> None:
+    result: dict[str, Any] = {"rows": []}
+    with pytest.raises(KrulError, match="at once"), runner.failures_kept(result):
+        raise KrulError("at once")
+    with runner.failures_kept(result):
+        pass
+    assert result == {"rows": [], "failure": None}
 
 
 def test_shared_options_have_the_defaults_of_the_benchmark(tmp_path: Path) -> None:

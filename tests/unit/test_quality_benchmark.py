@@ -392,3 +392,10 @@ def test_rows_are_chosen_by_pattern_and_eviction_has_no_turns() -> None:
         Configuration(suite=Suite.AGENT)
     with pytest.raises(BenchmarkError, match="--learn-from"):
         Configuration(learn_from=("web",))
+    for changes, message in (
+        ({"items": 0}, "--items"),
+        ({"threads": 0}, "--threads"),
+        ({"lengths": (8,)}, "256"),
+    ):
+        with pytest.raises(BenchmarkError, match=message):
+            Configuration(**changes)
