@@ -47,9 +47,8 @@ def make_parser(name: str, description: str | None, **defaults: Any) -> argparse
     parser.add_argument("--raw", type=Path, help="file for the result with every sample")
     for option, default in defaults.items():
         how = _SHARED[option]
-        parser.add_argument(
-            f"--{option}", **{**how, "default": default, "help": f"{how['help']} ({default})"}
-        )
+        text = how["help"] if default is None else f"{how['help']} ({default})"
+        parser.add_argument(f"--{option}", **{**how, "default": default, "help": text})
     return parser
 
 

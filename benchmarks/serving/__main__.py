@@ -40,11 +40,15 @@ def run_serving(
     """Run what was asked for, write its summary and show its rows; returns the exit status."""
 
     def measure() -> Result:
-        options = {option.name: getattr(given, option.name) for option in fields(Configuration)}
+        options = {
+            option.name: getattr(given, option.name)
+            for option in fields(Configuration)
+            if option.name != "model_path"
+        }
         for name in ("krul_options", "compressed_options"):
             options[name] = _json_object(f"--{name.replace('_', '-')}", options[name])
         options |= {
-            "model_path": find_model(given.model_path, logger.info, option="--model"),
+            "model_path": find_model(given.model, logger.info, option="--model"),
             "server_args": tuple(given.server_args),
         }
         return run(Configuration(**options))
@@ -54,7 +58,7 @@ def run_serving(
 
 def make_serving_parser(name: str, description: str, defaults: Configuration) -> argparse.ArgumentParser:
     """A parser whose destinations are the fields of ``Configuration``."""
-    parser = runner.make_parser(name, description)
+    parser = runner.make_parser(name, description, model="smollm2", dtype=defaults.dtype, seed=defaults.seed)
 
     def add(option: str, text: str, *, to: str | None = None, **how: Any) -> None:
         name = option.removeprefix("--").replace("-", "_") if to is None else to
@@ -64,7 +68,6 @@ def make_serving_parser(name: str, description: str, defaults: Configuration) ->
         )
         parser.add_argument(option, dest=name, help=text + shown, **how)
 
-    add("--model", "smollm2, bundled, a folder or a hub name (smollm2)", to="model_path", default="smollm2")
     add("--configurations", "what to compare (" + ",".join(defaults.servers) + ")", to="servers", type=names)
     add("--at-once", "servers that run at the same time, instead of all", type=int)
     add(
@@ -105,7 +108,6 @@ def make_serving_parser(name: str, description: str, defaults: Configuration) ->
     add("--compressed-options", f"JSON object: those of 'compressed' ({compressed})", default=compressed)
     add("--max-tokens", "longest answer", type=int)
     add("--page-size", "tokens per page", type=int)
-    add("--dtype", "SGLang's, instead of float32 without a GPU and the model's own with one")
     add(
         "--server-arg",
         "one more argument of every server, repeatable",
@@ -113,7 +115,6 @@ def make_serving_parser(name: str, description: str, defaults: Configuration) ->
         action="append",
         default=list(defaults.server_args),
     )
-    add("--seed", "of generated conversations and arrivals", type=int)
     return parser
 
 
