@@ -58,7 +58,7 @@ def find_configuration(name: str) -> tuple[str, dict[str, Any]]:
     except (KeyError, ValueError):
         accepted = ", ".join(CONFIGURATIONS)
         raise ServingBenchmarkError(
-            f"no configuration {name}; accepted are {accepted}, compressed:SHARE"
+            f"--configurations: no {name}; accepted are {accepted}, compressed:SHARE"
         ) from None
 
 
