@@ -1,103 +1,12 @@
-"""What the benchmarks compare with and no server runs: attention estimators, and pairs drawn at random."""
+"""What the benchmarks compare with and no server runs: pairs drawn at random."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-import torch
-
-from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate
-from krul_backend.attention.similarity_worker import HeterogeneousEstimator
-from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.strategy.selectors import Evidence, StrategySelector, num_shared_pairs
 from krul_backend.strategy.strategy import Precision, Strategy
-
-
-class ExactEstimator:
-    """Reduces every row as soon as it is given, on the device of the rows, and keeps sums only.
-
-    It is the reference that the other estimators are compared with. Given all rows of a prompt, its time
-    grows with the square of their number.
-    """
-
-    def __init__(self, num_layers: int, num_heads: int) -> None:
-        self._total = AttentionStatistics.zero(num_layers, num_heads)
-
-    def add(self, rows: QueryRows, phase: Phase, read_keys: ReadKeys) -> None:
-        self._total += accumulate(rows, read_keys)
-
-    def finish(self, read_keys: ReadKeys) -> AttentionStatistics:
-        return self._total
-
-
-class SampledEstimator:
-    """Keeps some query vectors, and reduces them in one pass over the keys in ``finish``.
-
-    It stands for the server's ``QueryCapture``, without an engine. While the turn runs it only copies. Every
-    ``stride``-th row of the turn is kept, starting with the first; the stride doubles whenever more than
-    ``max_rows`` rows would be kept. So the rows kept are always spread evenly over the rows given, and there
-    are more than ``max_rows / 2`` of them once that many were given.
-
-    Raises:
-        ValueError: if ``max_rows`` is not positive.
-    """
-
-    def __init__(self, num_layers: int, num_heads: int, max_rows: int) -> None:
-        if max_rows <= 0:
-            raise ValueError(f"at least one row has to be kept, got max_rows={max_rows}")
-        self._zero = AttentionStatistics.zero(num_layers, num_heads)
-        self._max_rows = max_rows
-        self._kept: list[QueryRows] = []
-        self._num_seen = 0
-        self._stride = 1
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the kept query vectors, in bytes."""
-        return sum(part.queries.nbytes for part in self._kept)
-
-    def add(self, rows: QueryRows, phase: Phase, read_keys: ReadKeys) -> None:
-        num_seen = self._num_seen + rows.num_rows
-        thinning = 1
-        while -(-num_seen // (self._stride * thinning)) > self._max_rows:
-            thinning *= 2
-        if thinning > 1:
-            self._stride *= thinning
-            if self._kept:
-                self._kept = [_copy_every(_concatenate(self._kept), 0, thinning)]
-        # The first row of these whose number in the turn is a multiple of the stride.
-        first = -self._num_seen % self._stride
-        if first < rows.num_rows:
-            self._kept.append(_copy_every(rows, first, self._stride))
-        self._num_seen = num_seen
-
-    def finish(self, read_keys: ReadKeys) -> AttentionStatistics:
-        return accumulate(_concatenate(self._kept), read_keys) if self._kept else self._zero
-
-
-Estimator = ExactEstimator | SampledEstimator | HeterogeneousEstimator
-"""What the benchmark of estimators compares: one object per turn, ``add`` as it runs, ``finish`` once."""
-
-
-def _copy_every(rows: QueryRows, first: int, step: int) -> QueryRows:
-    """A copy of rows ``first``, ``first + step``, ...: it shares no memory with ``rows``."""
-    return QueryRows(
-        rows.queries[:, first::step].clone(),
-        rows.positions[first::step].clone(),
-        rows.kv_heads.clone(),
-        rows.scaling,
-    )
-
-
-def _concatenate(parts: list[QueryRows]) -> QueryRows:
-    """All rows of at least one part, in order. The parts have one model's layers and the same heads."""
-    return QueryRows(
-        torch.cat([part.queries for part in parts], dim=1),
-        torch.cat([part.positions for part in parts]),
-        parts[0].kv_heads,
-        parts[0].scaling,
-    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,23 +3,28 @@ alone."""
 
 from __future__ import annotations
 
+import argparse
+import logging
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-import typer
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
+from benchmarks import runner
 from benchmarks.quality.model import load_model
+from benchmarks.runner import Result
+from benchmarks.tables import Columns, cell, plain_table, source, table_of
 from krul_backend.attention.rows import attention_drawn, sample_positions
 from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
 from krul_backend.codec.coefficients.compiled import Levels, Scales, Shifts
@@ -37,11 +42,11 @@ from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.sample import SegmentSample
 from krul_sglang.config import KrulConfig
-from krul_sglang.demo.environment import about_run
-from krul_sglang.json_file import write_summary
 from krul_sglang.learning.command import cut_pieces, own_texts
 from krul_sglang.learning.reader import TextReader, capture_attention, pooled
 from krul_sglang.models.find import find_model
+
+logger = logging.getLogger(__name__)
 
 LIMITS = (0.003, 0.01, 0.03)
 """Of the damage, in nats per predicted token."""
@@ -242,52 +247,66 @@ def _median_s(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(samples[1:])
 
 
-def _short(value: str | float) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
+_COLUMNS: Columns = {
+    "limit in nats": cell("limit"),
+    "coder": cell("coder"),
+    "ratio to bf16": cell("ratio", "{:.1f}x"),
+    "encode": cell("encode_mbs", "{:.0f} MB/s"),
+    "decode": cell("decode_mbs", "{:.0f} MB/s"),
+}
 
 
-def main(
-    json: Annotated[Path, typer.Option(help="File for the result.")],
-    bases: Annotated[Path, typer.Option(help="File of `krul-sglang learn`.")],
-    model: Annotated[
-        str, typer.Option(help="bundled, smollm2 or the folder of its Hugging Face model.")
-    ] = "smollm2",
-    tokens: Annotated[int, typer.Option(help="Tokens of a block.", min=1)] = 1024,
-    coefficients: Annotated[int, typer.Option(help="Coefficients of a token.", min=1)] = 800,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each row.", min=5)] = 15,
-) -> None:
+def codec_table(result: Result, path: Path | None) -> str:
+    """How fast one core encodes and decodes."""
+    notes = (
+        f"SmolLM2, {result['rows'][0]['num_tokens']} tokens of text; MB of bf16 KV per second of one thread, "
+        f"medians of {result['repeats']}. {result['machine']['cpu']}. {source(path)}"
+    )
+    return f"{table_of(_COLUMNS, result['rows'], left=(1,))}\n\n{notes}"
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """The codec on the KV of a text, where its time goes, and the coders alone."""
     # What is written and read per core.
     torch.set_num_threads(1)
-    path = find_model(model, partial(typer.echo, err=True), option="--model")
+    path = find_model(given.model, logger.info, option="--model")
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
-    loaded = load_model(Path(path), torch.float32, "cpu")
-    reader = TextReader(loaded)
-    (ids,) = cut_pieces(tokenizer, own_texts(), tokens, most=1)
-    model_bases = ModelBases.load(bases)
-    rows = codec_rows(model_bases, reader, ids, repeats)
-    for each in rows:
-        typer.echo("  ".join(f"{key} {_short(value)}" for key, value in each.items()))
-    phases = phase_rows(model_bases, loaded, reader.rotary, ids, repeats)
-    for each in phases:
-        typer.echo("  ".join(f"{key} {_short(value)}" for key, value in each.items()))
+    model = load_model(Path(path), torch.float32, "cpu")
+    reader = TextReader(model)
+    (ids,) = cut_pieces(tokenizer, own_texts(), given.tokens, most=1)
+    bases = ModelBases.load(given.bases)
     coders = []
     for largest, smallest in MAGNITUDES:
-        levels, scales, shifts = falling_levels(tokens, coefficients, largest, smallest)
-        for coder in (RansCoder(), FixedWidthCoder()):
-            result = {"largest_magnitude": largest, "smallest_magnitude": smallest}
-            coders.append(result | row(coder, levels, scales, shifts, repeats))
-            typer.echo("  ".join(f"{key} {_short(value)}" for key, value in coders[-1].items()))
-    write_summary(
-        {
-            **about_run(("numpy", "numba", "torch")),
-            "repeats": repeats,
-            "rows": rows,
-            "phases": phases,
-            "coders": coders,
-        },
-        json,
+        drawn = falling_levels(given.tokens, given.coefficients, largest, smallest)
+        magnitudes = {"largest_magnitude": largest, "smallest_magnitude": smallest}
+        coders += [
+            magnitudes | row(coder, *drawn, given.repeats) for coder in (RansCoder(), FixedWidthCoder())
+        ]
+    return {
+        "repeats": given.repeats,
+        "rows": codec_rows(bases, reader, ids, given.repeats),
+        "phases": phase_rows(bases, model, reader.rotary, ids, given.repeats),
+        "coders": coders,
+    }
+
+
+def show(result: Result, path: Path | None) -> str:
+    """All tables of a result."""
+    return "\n\n".join(
+        (codec_table(result, path), *(plain_table(result[name]) for name in ("phases", "coders")))
     )
 
 
+def main() -> int:
+    parser = runner.make_parser("codec", __doc__, model="smollm2")
+    add = parser.add_argument
+    add("--bases", type=Path, required=True, help="file of `krul-sglang learn`")
+    add("--tokens", type=int, default=1024, help="tokens of a block (1024)")
+    add("--coefficients", type=int, default=800, help="coefficients of a token (800)")
+    add("--repeats", type=int, default=15, help="timed runs of each row (15)")
+    given = parser.parse_args()
+    return runner.run(given, partial(run, given), show)
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.serving import rows
-from benchmarks.serving.__main__ import measure, parser
+from benchmarks.runner import Result
+from benchmarks.serving import rows, tables
+from benchmarks.serving.__main__ import make_serving_parser, run_serving
 from benchmarks.serving.configuration import Configuration
+from benchmarks.tables import Columns, cell, mib, ms
 
 _FEW_AT_ONCE = ("--max-running-requests", "2")
 """So that requests wait."""
@@ -59,21 +61,6 @@ SLOW_DISK = Configuration(
 )
 """DRAM for 4 of 16 conversations, the others on a slow disk; each asks again as soon as it was answered."""
 
-COLUMNS = (
-    "configuration",
-    "TTFT mean",
-    "p50",
-    "p90",
-    "times sooner than recompute",
-    "found",
-    "found on",
-    "in DRAM when admitted",
-    "conversations held",
-    "prefetched: found, wasted",
-    "answers equal",
-)
-"""Heads of ``table_cells``."""
-
 _KEPT = (
     *("configuration", "returning_turns", "mean_ttft_s", "p50_ttft_s", "p90_ttft_s", "ttft_by_round"),
     *("times_sooner_than_recompute", "hit_rate", "hit_rate_by_tier", "theoretical_hit_rate"),
@@ -82,7 +69,7 @@ _KEPT = (
 _QUARTILES = ("q25", "median", "q75")
 
 
-def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
+def summarize(result: Result) -> dict[str, Any]:
     """What is kept of a run's ``result``: as for other servings, without what nothing shows."""
     summary = rows.summarize(result)
     restores = {server["configuration"]: server["restores"] for server in summary.pop("servers")}
@@ -106,42 +93,41 @@ def _quartiles(value: Any) -> Any:
     return {name: _quartiles(each) for name, each in value.items()}
 
 
-def table_cells(row: Mapping[str, Any]) -> list[str]:
-    """A row of a summary as text."""
-    cells = dict(
-        zip(rows.COLUMNS, rows.table_cells({"bytes_stored": None, "tpot_s": None, **row}), strict=True)
-    )
-    held = " ".join(f"{tier} {number:.1f}" for tier, number in row.get("conversations_held", {}).items())
-    prefetched = row.get("prefetched_bytes")
-    in_dram = row.get("in_dram_when_admitted")
-    return [
-        cells["configuration"],
-        f"{row['mean_ttft_s'] * 1e3:.0f} ms",
-        cells["TTFT p50"],
-        cells["p90"],
-        cells["times sooner than recompute"],
-        f"{row['hit_rate']:.1%}",
-        cells["found on"],
-        "-" if in_dram is None else f"{in_dram:.0%}",
-        held or "-",
-        "-" if prefetched is None else ", ".join(f"{each / 2**20:.0f} MiB" for each in prefetched.values()),
-        cells["answers equal"],
-    ]
+def _held(conversations: Mapping[str, float]) -> str:
+    return " ".join(f"{tier} {number:.1f}" for tier, number in conversations.items()) or "-"
+
+
+def _prefetched(num_bytes: Mapping[str, int]) -> str:
+    return ", ".join(map(mib, num_bytes.values()))
+
+
+COLUMNS: Columns = {
+    "configuration": tables.COLUMNS["configuration"],
+    "TTFT mean": cell("mean_ttft_s", ms),
+    "p50": tables.COLUMNS["TTFT p50"],
+    **{head: tables.COLUMNS[head] for head in ("p90", "times sooner than recompute")},
+    "found": cell("hit_rate", "{:.1%}"),
+    "found on": tables.found_on,
+    "in DRAM when admitted": cell("in_dram_when_admitted", "{:.0%}"),
+    "conversations held": cell("conversations_held", _held),
+    "prefetched: found, wasted": cell("prefetched_bytes", _prefetched),
+    "answers equal": tables.COLUMNS["answers equal"],
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
-    asked = parser(
+    asked = make_serving_parser(
+        "multiturn",
+        "Many conversations of several turns, with DRAM and a disk that do not hold them.",
         SLOW_DISK if "--slow-disk" in given else SPARSE,
-        prog="python -m benchmarks.multiturn",
-        description="Many conversations of several turns, with DRAM and a disk that do not hold them.",
     )
     asked.add_argument(
         "--slow-disk",
         action="store_true",
         help="16 conversations in rotation, DRAM for 4 of them: other defaults of all options",
     )
-    return measure(asked.parse_args(given), COLUMNS, table_cells, summarize)
+    return run_serving(asked.parse_args(given), COLUMNS, summarize)
 
 
 if __name__ == "__main__":

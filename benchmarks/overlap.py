@@ -14,8 +14,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -24,20 +23,19 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.options import names, numbers
-from benchmarks.pages import source, table
+from benchmarks import runner
+from benchmarks.runner import Result, failures_kept, names, numbers
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.conversations import generated_conversation
 from benchmarks.serving.servers import Server, make_server
-from krul_backend.errors import KrulError
+from benchmarks.tables import Columns, Row, cell, machine, model, ms, source, table_of
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.attach import COSTS_FILE
 from krul_sglang.cli.trace import fetch_restores
 from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.environment import about_run
 from krul_sglang.demo.player import Player, TurnResult
 from krul_sglang.demo.sizing import PoolSizes, load_token_encoder, plan_pools
-from krul_sglang.json_file import quantiles, write_result
+from krul_sglang.json_file import quantiles
 from krul_sglang.models.find import find_model
 from krul_sglang.traced_restore import TracedRestore
 
@@ -103,10 +101,11 @@ def run(
 ) -> dict[str, Any]:
     """Measure every method in each setting, and make rows.
 
+    If a server fails, the result has the settings before, and the ``failure``.
+
     Raises:
-        KrulError: the options fit nothing, or a server fails.
+        KrulError: the options fit nothing, or a server fails in the first setting.
     """
-    started = time.monotonic()
     encode, context_length = load_token_encoder(base.model_path)
     lengths = base.history_tokens
     one = replace(base, history_tokens=(*lengths, pair_tokens, pair_tokens))
@@ -123,25 +122,24 @@ def run(
         device_tokens=base.device_tokens,
         context_length=context_length,
     )
-    rows: list[dict[str, Any]] = []
-    chart: TracedRestore | None = None
-    for setting in settings:
-        returned: dict[str, list[Returned]] = {}
-        with tempfile.TemporaryDirectory(prefix="krul-overlap-") as name:
-            for method in methods:
-                logger.info("%s at %g MB/s: %s", setting.tier, setting.mbs, method)
-                server = _make(method, setting, base, pools, Path(name))
-                returned[method] = list(_play(server, setting, groups, [*lengths, pair_tokens], base))
-        rows += _rows(setting, returned)
-        if setting == settings[-1]:
-            chart = _longest(returned.get("native-planned", ()))
-    return {
-        **about_run(("torch", "sglang", "transformers")),
+    result: dict[str, Any] = {
         "configuration": {**base.to_json(), "settings": [asdict(each) for each in settings]},
-        "duration_s": round(time.monotonic() - started, 1),
-        "rows": rows,
-        "restore": None if chart is None else _as_dict(chart),
+        "rows": [],
+        "restore": None,
     }
+    with failures_kept(result):
+        for setting in settings:
+            returned: dict[str, list[Returned]] = {}
+            with tempfile.TemporaryDirectory(prefix="krul-overlap-") as name:
+                for method in methods:
+                    logger.info("%s at %g MB/s: %s", setting.tier, setting.mbs, method)
+                    server = _make(method, setting, base, pools, Path(name))
+                    returned[method] = list(_play(server, setting, groups, [*lengths, pair_tokens], base))
+            result["rows"] += _rows(setting, returned)
+            if setting == settings[-1]:
+                chart = _longest(returned.get("native-planned", ()))
+                result["restore"] = None if chart is None else _as_dict(chart)
+    return result
 
 
 def _make(method: str, setting: Setting, base: Configuration, pools: PoolSizes, folder: Path) -> Server:
@@ -274,35 +272,47 @@ def _as_dict(restore: TracedRestore) -> dict[str, Any]:
     return {name: each for name, each in value.items() if name not in ("index", "rank")}
 
 
-COLUMNS = (
-    *("method", "tokens", "users", "TTFT", "largest", "sooner than recompute", "than full load", "ideal"),
-    *("predicted", "measured", "heads", "read", "planned", "compute busy", "link busy"),
-)
+def _sooner_than(method: str) -> Callable[[Row], str]:
+    return cell("times_sooner_than", lambda times: cell(method, "{:.2f}")(times))
 
 
-def overlap_tables(result: Mapping[str, Any], path: Path) -> str:
+COLUMNS: Columns = {
+    "method": cell("method"),
+    "tokens": cell("tokens"),
+    "users": cell("users"),
+    "TTFT": cell("ttft_s", lambda ttft_s: ms(ttft_s["median"])),
+    "largest": cell("ttft_s", lambda ttft_s: ms(ttft_s["max"])),
+    "sooner than recompute": _sooner_than("recompute"),
+    "than full load": _sooner_than("full-load"),
+    "ideal": cell("ideal_s", ms),
+    "predicted": cell("predicted_s", ms),
+    "measured": cell("measured_s", ms),
+    "heads": cell("head_tokens", "{:.0f}"),
+    "read": cell("bytes_read", "{:.1f} MB", 1e-6),
+    "planned": cell("bytes_planned", "{:.1f} MB", 1e-6),
+    "compute busy": cell("compute_busy", "{:.0%}"),
+    "link busy": cell("link_busy", "{:.0%}"),
+}
+
+
+def overlap_tables(result: Result, path: Path | None) -> str:
     """A table for each setting."""
-    configuration, machine = result["configuration"], result["machine"]
     tables = []
-    for setting in configuration["settings"]:
+    for setting in result["configuration"]["settings"]:
         rows = [row for row in result["rows"] if all(row[name] == value for name, value in setting.items())]
         place = {DRAM_TIER: "from host memory through a link of", "ssd": "from an SSD that reads"}
-        heading = (
-            f"**{Path(configuration['model_path']).name} in {configuration['dtype']}, "
-            f"{place[setting['tier']]} {setting['mbs']:g} MB/s:**"
-        )
-        tables.append(f"{heading}\n\n{table(COLUMNS, map(table_cells, rows))}")
+        heading = f"**{model(result)}, {place[setting['tier']]} {setting['mbs']:g} MB/s:**"
+        tables.append(f"{heading}\n\n{table_of(COLUMNS, rows)}")
     notes = (
         "Medians; largest: of all turns. ideal: both streams busy to the end, from the medians of recompute",
         "and full-load. predicted and measured: to the end of the forward. heads: tokens of the first layer.",
         "Two users ask together, and the later of their answers counts. After each answer a server ends what",
-        f"it stores. Machine: {machine['cpu']}, {machine['cores']} cores;",
-        f"SGLang {result['versions']['sglang']}; {result['duration_s'] / 60:.0f} minutes. {source(path)}",
+        f"it stores. {machine(result, path)}",
     )
     return "\n\n".join((*tables, " ".join(notes)))
 
 
-SUMMARY = {
+IN_README = {
     "recompute": "everything computed",
     "full-load": "everything loaded",
     "native-planned": "heads computed while tails load",
@@ -310,55 +320,28 @@ SUMMARY = {
 """The methods that the README compares, in words."""
 
 
-def overlap_summary(result: Mapping[str, Any], path: Path) -> str:
+def overlap_summary(result: Result, path: Path | None) -> str:
     """What a user understands: three ways to bring the longest prompts back, in each setting."""
-    configuration, machine = result["configuration"], result["machine"]
+    configuration = result["configuration"]
     tokens = max(configuration["history_tokens"])
     places = {DRAM_TIER: "a link", "ssd": "a disk"}
-    cells = [
-        (
-            f"{places[row['tier']]}, {SUMMARY[row['method']]}",
-            *(table_cells(row)[place] for place in (3, 5, 11)),
-        )
+    columns: Columns = {
+        f"{tokens} tokens through": lambda row: f"{places[row['tier']]}, {IN_README[row['method']]}",
+        **{head: COLUMNS[head] for head in ("TTFT", "sooner than recompute", "read")},
+    }
+    rows = [
+        row
         for row in result["rows"]
-        if row["method"] in SUMMARY and (row["tokens"], row["users"]) == (tokens, 1)
+        if row["method"] in IN_README and (row["tokens"], row["users"]) == (tokens, 1)
     ]
-    heads = (f"{tokens} tokens through", "TTFT", "sooner than recompute", "read")
     mbs = ", ".join(f"{setting['mbs']:g}" for setting in configuration["settings"][:1])
-    return f"{table(heads, cells)}\n\n{mbs} MB/s, {machine['cores']} cores. {source(path)}"
-
-
-def table_cells(row: Mapping[str, Any]) -> list[str]:
-    """A row as text."""
-
-    def cell(value: float | None, form: str, factor: float = 1.0) -> str:
-        return "-" if value is None else form.format(value * factor)
-
-    sooner = row["times_sooner_than"]
-    return [
-        row["method"],
-        str(row["tokens"]),
-        str(row["users"]),
-        cell(row["ttft_s"]["median"], "{:.0f} ms", 1e3),
-        cell(row["ttft_s"]["max"], "{:.0f} ms", 1e3),
-        cell(sooner.get("recompute"), "{:.2f}"),
-        cell(sooner.get("full-load"), "{:.2f}"),
-        cell(row["ideal_s"], "{:.0f} ms", 1e3),
-        cell(row["predicted_s"], "{:.0f} ms", 1e3),
-        cell(row["measured_s"], "{:.0f} ms", 1e3),
-        cell(row["head_tokens"], "{:.0f}"),
-        cell(row["bytes_read"], "{:.1f} MB", 1e-6),
-        cell(row["bytes_planned"], "{:.1f} MB", 1e-6),
-        cell(row["compute_busy"], "{:.0%}"),
-        cell(row["link_busy"], "{:.0%}"),
-    ]
+    return f"{table_of(columns, rows)}\n\n{mbs} MB/s, {result['machine']['cores']} cores. {source(path)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
+
+    def measure() -> Result:
         if unknown := set(given.methods) - METHODS.keys():
             accepted = ", ".join(METHODS)
             raise ServingBenchmarkError(f"--methods: no {', '.join(unknown)}; accepted are {accepted}")
@@ -371,26 +354,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_tokens=4,
         )
         settings = [Setting.parse(text) for text in given.settings]
-        result = run(base, settings, given.methods, given.pair_tokens)
-    except KrulError as error:
-        print(error, file=sys.stderr)
-        return 1
-    write_result(result, result, json=given.json, raw=None)
-    print(overlap_tables(result, Path("overlap-cpu.json") if given.json is None else given.json))
-    return 0
+        return run(base, settings, given.methods, given.pair_tokens)
+
+    return runner.run(given, measure, overlap_tables)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__)
+    parser = runner.make_parser("overlap", __doc__, model="smollm2", dtype="float32")
     add = parser.add_argument
-    add("--json", type=Path, help="file for the result")
-    add("--model", default="smollm2", help="smollm2, bundled, a folder or a hub name (smollm2)")
     add("--settings", type=names, default=["dram:40", "ssd:40"], help="tier:MBS, several (dram:40,ssd:40)")
     add("--methods", type=names, default=[*METHODS], help=", ".join(METHODS))
     add("--tokens", type=numbers, default=[512, 1024, 2048], help="lengths of prompts (512,1024,2048)")
     add("--pair-tokens", type=int, default=1024, help="length of the prompts of two users (1024)")
     add("--turns", type=int, default=4, help="turns of each prompt, of which the first computes it (4)")
-    add("--dtype", default="float32", help="SGLang's (float32)")
     add("--host-memory", default="160MiB", help="host memory over an SSD, for one prompt (160MiB)")
     return parser
 

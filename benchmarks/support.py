@@ -1,13 +1,12 @@
-"""Writes ``docs/support.md``: ``python -m benchmarks.support [--json FILE]``. What is refused comes from the
-engine's own table, what was seen to be served and what nobody has tried from here."""
+"""The text of ``docs/support.md``. What is refused comes from the engine's own table, what was seen to be
+served and what nobody has tried from here."""
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
+from benchmarks.tables import ROOT, table
 from krul_sglang.adapter import unsupported
 from krul_sglang.adapter.hook_targets import SUPPORTED_SGLANG
 from krul_sglang.adapter.unsupported import (
@@ -15,16 +14,15 @@ from krul_sglang.adapter.unsupported import (
     MODEL_RULES,
     SMALL_PAGES,
 )
-from krul_sglang.json_file import write_json
 
 FOUND_LATER = [value for value in vars(unsupported).values() if type(value) is unsupported.Refusal]
 """Refusals that are known only in the scheduler, when the pool or the estimator is built."""
 
-PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+PAGE = ROOT / "docs" / "support.md"
 
 _HEAD = f"""# What is served, refused, and untested
 
-Written by `python -m benchmarks.support` from its own tables and those of
+Written by `python -m benchmarks.pages` from `benchmarks/support.py` and the tables of
 `krul_sglang/adapter/unsupported.py`; a test compares them. SGLang {", ".join(SUPPORTED_SGLANG)}.
 
 **Nothing has been seen on any GPU so far.** What is served was seen on SGLang's real server on a CPU.
@@ -118,28 +116,16 @@ UNTESTED = (
 )
 
 
-def rows() -> list[dict[str, str]]:
-    """All rows as plain values: ``setting``, ``status``, ``seen_on``."""
-    refused = (*LAUNCH_RULES, *MODEL_RULES, *FOUND_LATER)
-    return [
-        *({"setting": row.setting, "status": "served", "seen_on": row.seen_on} for row in SERVED),
-        *({"setting": row.setting, "status": "refused", "seen_on": ""} for row in refused),
-        *({"setting": row.setting, "status": "untested", "seen_on": ""} for row in UNTESTED),
-    ]
-
-
 def page() -> str:
     """The text of ``docs/support.md``."""
-    served = _table(
-        ("served", "seen on a CPU server, in"), [(_code(row.setting), _code(row.seen_on)) for row in SERVED]
-    )
-    before = [(_code(row.setting), _code(row.reason)) for row in LAUNCH_RULES]
-    later = [(_code(row.setting), _code(row.reason)) for row in (*MODEL_RULES, *FOUND_LATER)]
-    untested = [(_code(row.setting), _code(row.note)) for row in UNTESTED]
+    served = [(row.setting, row.seen_on) for row in SERVED]
+    before = [(row.setting, row.reason) for row in LAUNCH_RULES]
+    later = [(row.setting, row.reason) for row in (*MODEL_RULES, *FOUND_LATER)]
+    untested = [(row.setting, row.note) for row in UNTESTED]
     return "\n".join(
         (
             _HEAD,
-            served,
+            _table(("served", "seen on a CPU server, in"), served),
             f"\nWith a warning: {_code(SMALL_PAGES.removeprefix('krul: '))}.",
             _REFUSED,
             _table(("refused", "why"), before),
@@ -152,24 +138,10 @@ def page() -> str:
     )
 
 
-def _table(head: tuple[str, str], cells: list[tuple[str, str]]) -> str:
-    lines = [head, ("---", "---"), *cells]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+def _table(head: tuple[str, str], lines: list[tuple[str, str]]) -> str:
+    return table(head, ([_code(text).replace("|", "\\|") for text in line] for line in lines), left=(0, 1))
 
 
 def _code(text: str) -> str:
     """``text`` with flags, paths and other words that have underscores set as code."""
     return re.sub(r"--[\w-]+\*?|tests/[\w/.]+|/?\w+_\w*\*?", lambda found: f"`{found[0]}`", text)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    arguments = parser.parse_args()
-    PAGE.write_text(page(), encoding="utf-8")
-    if arguments.json is not None:
-        write_json(rows(), arguments.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import runner
+from benchmarks.load.rows import load_tables
 from benchmarks.load.run import CONFIGURATIONS, POOL_SHARE, find_configuration, run
-from benchmarks.options import names, numbers
-from benchmarks.pages.serving import load_tables
+from benchmarks.runner import Result, names, numbers
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
-from krul_backend.errors import KrulError
-from krul_sglang.json_file import write_result
 from krul_sglang.models.find import find_model
 
 logger = logging.getLogger(__name__)
@@ -21,9 +20,8 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
+
+    def measure() -> Result:
         for name in given.configurations:
             find_configuration(name)
         if min(given.blocks, *given.users) < 1 or not 0 < given.max_new_tokens < given.turn_tokens:
@@ -44,25 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             server_args=tuple(given.server_arg),
             seed=given.seed,
         )
-        result = run(base, given.configurations, given.users, given.dtype, given.blocks)
-    except KrulError as error:
-        print(error, file=sys.stderr)
-        return 1
-    summary = {name: value for name, value in result.items() if name != "turns"}
-    write_result(result, summary, json=given.json, raw=given.raw)
-    print(load_tables(result))
-    if result["failure"] is not None:
-        print(f"not all was measured: {result['failure']}", file=sys.stderr)
-        return 1
-    return 0
+        return run(base, given.configurations, given.users, given.dtype, given.blocks)
+
+    return runner.run(given, measure, load_tables, without_turns)
+
+
+def without_turns(result: Result) -> Result:
+    """What is kept of a result."""
+    return {name: value for name, value in result.items() if name != "turns"}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
+    parser = runner.make_parser("load", __doc__, model="smollm2", seed=0)
     add = parser.add_argument
-    add("--json", type=Path, help="file for the summary of the result")
-    add("--raw", type=Path, help="file for the result with every turn")
-    add("--model", default="smollm2", help="smollm2, bundled, a folder or a hub name (smollm2)")
     add(
         "--configurations",
         type=names,
@@ -80,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=24, help="tokens of an answer (24)")
     add("--pool-tokens", type=int, help=f"device pool, instead of {POOL_SHARE:.0%}% of all tokens")
     add("--server-arg", action="append", default=[], help="one more argument of every server, repeatable")
-    add("--seed", type=int, default=0, help="of the think times (0)")
     return parser
 
 

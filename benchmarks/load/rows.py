@@ -7,9 +7,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from benchmarks.runner import Result
 from benchmarks.serving.rows import tpot_s
+from benchmarks.tables import Columns, Row, cell, machine, source, table_of
 from benchmarks.tiers.timing import percentile
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.demo.server import KrulState, stored_amounts
@@ -130,34 +134,77 @@ def over_blocks(values: Sequence[Any], join: Callable[[list[float]], Any]) -> An
     return join(there) if there else None
 
 
-COLUMNS = (
-    *("configuration", "TTFT mean", "p50", "p90", "p99", "times sooner than recompute", "first turn"),
-    *("TPOT", "requests/s", "found", "possible", "not stored", "scheduler p99", "held", "answers equal"),
-)
-"""Heads of ``table_cells``."""
+def _cell(name: str, form: str, factor: float = 1.0, *, with_spread: bool = False) -> Callable[[Row], str]:
+    """The mean over blocks, and the least and the largest of them if that is asked for."""
+    number, _, unit = form.partition(" ")
+    unit = f" {unit}" if unit else ""
 
-
-def table_cells(row: Mapping[str, Any]) -> list[str]:
-    """A row of a result as text: means over blocks, some with the least and the largest."""
-
-    def cell(name: str, form: str, unit: str = "", factor: float = 1.0, *, with_spread: bool = False) -> str:
+    def show(row: Row) -> str:
         if row[name] is None:
             return "-"
-        mean, least, largest = (form.format(each * factor) for each in (row[name], *row["spread"][name]))
+        mean, least, largest = (number.format(each * factor) for each in (row[name], *row["spread"][name]))
         return f"{mean}{unit} ({least}-{largest})" if with_spread and row["blocks"] > 1 else f"{mean}{unit}"
 
-    return [
-        row["configuration"],
-        cell("ttft_mean_s", "{:.2f}", " s", with_spread=True),
-        *(cell(f"ttft_p{share}_s", "{:.2f}", " s") for share in (50, 90, 99)),
-        cell("times_sooner_than_recompute", "{:.2f}", with_spread=True),
-        cell("first_turn_mean_s", "{:.2f}", " s", with_spread=True),
-        cell("tpot_s", "{:.0f}", " ms", 1e3, with_spread=True),
-        cell("requests_per_s", "{:.2f}", with_spread=True),
-        cell("found_share", "{:.1%}"),
-        cell("possible_share", "{:.1%}"),
-        cell("turns_skipped", "{:g}"),
-        cell("scheduler_p99_ms", "{:.1f}", " ms"),
-        cell("host_bytes", "{:.0f}", " MiB", 2**-20),
-        cell("answers_equal", "{:.0%}"),
-    ]
+    return show
+
+
+COLUMNS: Columns = {
+    "configuration": cell("configuration"),
+    "TTFT mean": _cell("ttft_mean_s", "{:.2f} s", with_spread=True),
+    "p50": _cell("ttft_p50_s", "{:.2f} s"),
+    "p90": _cell("ttft_p90_s", "{:.2f} s"),
+    "p99": _cell("ttft_p99_s", "{:.2f} s"),
+    "times sooner than recompute": _cell("times_sooner_than_recompute", "{:.2f}", with_spread=True),
+    "first turn": _cell("first_turn_mean_s", "{:.2f} s", with_spread=True),
+    "TPOT": _cell("tpot_s", "{:.0f} ms", 1e3, with_spread=True),
+    "requests/s": _cell("requests_per_s", "{:.2f}", with_spread=True),
+    "found": _cell("found_share", "{:.1%}"),
+    "possible": _cell("possible_share", "{:.1%}"),
+    "not stored": _cell("turns_skipped", "{:g}"),
+    "scheduler p99": _cell("scheduler_p99_ms", "{:.1f} ms"),
+    "held": _cell("host_bytes", "{:.0f} MiB", 2**-20),
+    "answers equal": _cell("answers_equal", "{:.0%}"),
+}
+
+IN_README = (
+    *("configuration", "TTFT mean", "times sooner than recompute", "TPOT", "requests/s", "found"),
+    "not stored",
+)
+
+
+def load_tables(result: Result, path: Path | None) -> str:
+    """Users side by side: a table for each number of them and each dtype."""
+    notes = (
+        f"Users think {result['configuration'].get('think_time_s', 0):g} s in the mean, nothing is waited",
+        "for, and options are krul's defaults. Means over blocks (least-largest); TTFT and found: of",
+        "returning turns; possible: what a cache without bounds finds. device: a pool that holds all, with",
+        "as many running requests as the small pool has room for. compressed: strategy = subspace, and host",
+        "memory for a tenth of all as native KV; native and compressed-all-memory: for all.",
+        machine(result, path),
+    )
+    return "\n\n".join((*(_load_table(result, load, COLUMNS) for load in result["loads"]), " ".join(notes)))
+
+
+def load_summary(result: Result, path: Path | None) -> str:
+    """The first of these tables, with fewer columns and without spreads."""
+    columns = {head: partial(_without_spread, COLUMNS[head]) for head in IN_README}
+    notes = (
+        "TTFT: of returning turns. device: a pool that holds all. compressed: strategy = subspace, in a",
+        f"tenth of the memory. {source(path)}",
+    )
+    return f"{_load_table(result, result['loads'][0], columns)}\n\n{' '.join(notes)}"
+
+
+def _without_spread(show: Callable[[Row], str], row: Row) -> str:
+    return show(row).split(" (")[0]
+
+
+def _load_table(result: Result, load: Mapping[str, Any], columns: Columns) -> str:
+    configuration = result["configuration"]
+    rows = [row for row in result["rows"] if all(row[name] == load[name] for name in ("users", "dtype"))]
+    heading = (
+        f"**{Path(configuration['model_path']).name} in {load['dtype']}, {load['users']} users side by "
+        f"side, {configuration['rounds']} turns each, {load['total_tokens']} tokens in all, a device "
+        f"pool of {load['device_tokens']}:**"
+    )
+    return f"{heading}\n\n{table_of(columns, rows)}"

@@ -18,15 +18,14 @@ from typing import Any
 import openai
 
 from benchmarks.load.rows import Played, make_rows
+from benchmarks.runner import failures_kept
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.conversations import cut_conversations, recorded_prompts
 from benchmarks.serving.load import ask, client_of, warm_up
 from benchmarks.serving.rows import theoretical_hit_rate
 from benchmarks.serving.servers import Server, check_pool, kv_token_bytes, make_server
-from krul_backend.errors import KrulError
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.demo.conversations import Conversation, load_conversations
-from krul_sglang.demo.environment import about_run
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.demo.server import ServerError
 from krul_sglang.demo.sizing import EncodeMessages, PoolSizes, load_token_encoder, plan_pools
@@ -59,7 +58,7 @@ def find_configuration(name: str) -> tuple[str, dict[str, Any]]:
     except (KeyError, ValueError):
         accepted = ", ".join(CONFIGURATIONS)
         raise ServingBenchmarkError(
-            f"no configuration {name}; accepted are {accepted}, compressed:SHARE"
+            f"--configurations: no {name}; accepted are {accepted}, compressed:SHARE"
         ) from None
 
 
@@ -80,60 +79,42 @@ def run(
     Raises:
         KrulError: the options fit nothing, or the first server fails.
     """
-    started = time.monotonic()
     encode, context_length = load_token_encoder(base.model_path)
     texts = list(choose_texts(base.data))
-    loads: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
-    turns: list[dict[str, Any]] = []
-    failure: KrulError | None = None
-    for dtype, num_users in product(dtypes, users):
-        load: dict[str, Any] = {"users": num_users, "dtype": dtype}
-        configuration = replace(base, **load)
-        conversations = cut_conversations(texts, configuration, lambda messages: len(encode(messages)))
-        pools = choose_pools(configuration, conversations, encode, context_length)
-        running = most_running("device", pools, configuration.users)
-        native_bytes = pools.total_tokens * kv_token_bytes(configuration)
-        loads.append({**load, **asdict(pools), "native_bytes": native_bytes, "device_running": running})
-        played: dict[str, list[Played]] = {}
-        for block, name in product(range(num_blocks), names):
-            logger.info("%s, block %d: %s", load, block + 1, name)
-            try:
-                answered = _play_server(name, configuration, conversations, pools, encode)
-            except KrulError as error:
-                failure = error
-                break
-            played.setdefault(name, []).append(answered)
-            of_block = [asdict(turn) for turn in answered.turns]
-            turns.append(
-                {
-                    **load,
-                    "block": block,
-                    "configuration": name,
-                    "turns": of_block,
-                    "krul": answered.when_settled,
-                }
-            )
-        rows += [{**load, **row} for row in make_rows(played)]
-        if failure is not None:
-            break
-    if failure is not None and not rows:
-        raise failure
-    about = about_run(("torch", "sglang", "transformers"))
     # Where the data lie is of no use to others.
     data = "" if base.data is None else base.data.name
     of_run = {"data": data, "servers": names, "users": users, "dtype": dtypes, "blocks": num_blocks}
-    return {
-        **about,
-        "command": about["command"].replace(str(base.data), data),
-        "configuration": {name: value for name, value in base.to_json().items() if value is not None}
-        | of_run,
-        "duration_s": round(time.monotonic() - started, 1),
-        "failure": None if failure is None else str(failure).splitlines()[0],
-        "loads": loads,
-        "rows": rows,
-        "turns": turns,
-    }
+    given = {name: value for name, value in base.to_json().items() if value is not None}
+    result: dict[str, Any] = {"configuration": given | of_run, "loads": [], "rows": [], "turns": []}
+    with failures_kept(result):
+        for dtype, num_users in product(dtypes, users):
+            load: dict[str, Any] = {"users": num_users, "dtype": dtype}
+            configuration = replace(base, **load)
+            conversations = cut_conversations(texts, configuration, lambda messages: len(encode(messages)))
+            pools = choose_pools(configuration, conversations, encode, context_length)
+            running = most_running("device", pools, configuration.users)
+            native_bytes = pools.total_tokens * kv_token_bytes(configuration)
+            result["loads"].append(
+                {**load, **asdict(pools), "native_bytes": native_bytes, "device_running": running}
+            )
+            played: dict[str, list[Played]] = {}
+            try:
+                for block, name in product(range(num_blocks), names):
+                    logger.info("%s, block %d: %s", load, block + 1, name)
+                    answered = _play_server(name, configuration, conversations, pools, encode)
+                    played.setdefault(name, []).append(answered)
+                    result["turns"].append(
+                        {
+                            **load,
+                            "block": block,
+                            "configuration": name,
+                            "turns": [asdict(turn) for turn in answered.turns],
+                            "krul": answered.when_settled,
+                        }
+                    )
+            finally:
+                result["rows"] += [{**load, **row} for row in make_rows(played)]
+    return result
 
 
 def choose_texts(data: Path | None) -> Iterable[tuple[str, str]]:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
-import time
+import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from transformers import AutoTokenizer
 
+from benchmarks import runner
 from benchmarks.quality.configuration import Configuration, Suite, Turns
 from benchmarks.quality.methods import Method, all_methods, subspace_methods
 from benchmarks.quality.model import HistoryModel, load_model
 from benchmarks.quality.protocol import PAGE_SIZE, Played, Protocol
-from benchmarks.quality.result import row, summarize
+from benchmarks.quality.result import quality_table, row, summarize
+from benchmarks.runner import Result
 from benchmarks.variants import make_variant
 from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.errors import KrulError
-from krul_sglang.demo.environment import about_run
-from krul_sglang.json_file import write_result
 from krul_sglang.learning.bases import LearningPlan, learn_bases
 from krul_sglang.learning.reader import TextReader, rotary_table
 from krul_sglang.models.find import find_model
@@ -39,7 +39,6 @@ def run(configuration: Configuration) -> dict[str, Any]:
     Raises:
         KrulError: a configuration, a variant or data that cannot be used.
     """
-    started = time.monotonic()
     torch.set_num_threads(configuration.threads)
     tokenizer: Any = AutoTokenizer.from_pretrained(configuration.model)
     model = _model(configuration)
@@ -62,7 +61,6 @@ def run(configuration: Configuration) -> dict[str, Any]:
         logger.info("%d of %d conversations", number, len(conversations))
     uncompressed = [each.uncompressed for each in played]
     return {
-        **about_run(("torch", "sglang")),
         "configuration": configuration.to_json(),
         "model": {
             "num_layers": model.num_layers,
@@ -71,7 +69,6 @@ def run(configuration: Configuration) -> dict[str, Any]:
             "ranks": [group.rank for group in bases.groups],
             "damage_factor": bases.damage_factor,
         },
-        "duration_s": round(time.monotonic() - started, 1),
         "conversations": [
             {
                 "group": each.group,
@@ -123,76 +120,45 @@ def _model(configuration: Configuration) -> HistoryModel:
 _DEFAULTS = Configuration()
 
 
-def main(
-    json: Annotated[Path, typer.Option(help="File for the summary of the result.")],
-    raw: Annotated[Path | None, typer.Option(help="File for the result with every sample.")] = None,
-    model: Annotated[
-        str, typer.Option(help="bundled, smollm2 or the folder of a Hugging Face model.")
-    ] = "bundled",
-    suite: Annotated[Suite, typer.Option(help="What is asked after the history.")] = _DEFAULTS.suite,
-    turns: Annotated[
-        Turns, typer.Option(help="once: history on exact KV; each: every turn on restored history.")
-    ] = _DEFAULTS.turns,
-    items: Annotated[
-        int | None, typer.Option(help="Conversations per group and length; default: the suite's.", min=1)
-    ] = _DEFAULTS.items,
-    methods: Annotated[
-        list[str] | None, typer.Option(help="Only rows whose name matches this shell pattern; repeatable.")
-    ] = None,
-    variant: Annotated[
-        str | None, typer.Option(help="Control made of the model: depth-doubled or rotated:ANGLE.")
-    ] = _DEFAULTS.variant,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of LongBench's <task>.jsonl files, or of agents' sessions.")
-    ] = _DEFAULTS.data,
-    length: Annotated[
-        list[int] | None, typer.Option(help="Tokens of an agent's history; repeatable.", min=256)
-    ] = None,
-    learn_from: Annotated[
-        list[str] | None, typer.Option(help="Only learn from this folder of the data; repeatable.")
-    ] = None,
-    bases: Annotated[
-        Path | None, typer.Option(help="File of `krul-sglang learn`; default: learned from unscored text.")
-    ] = _DEFAULTS.bases,
-    max_tokens: Annotated[
-        int, typer.Option(help="LongBench prompts are cut to this in the middle.", min=256)
-    ] = _DEFAULTS.max_tokens,
-    gamma: Annotated[
-        float, typer.Option(help="I-R threshold of Algorithm 1; 0 leaves no layer out.")
-    ] = _DEFAULTS.gamma,
-    rows_per_turn: Annotated[
-        int, typer.Option(help="Tokens of each turn at which attention is sampled.", min=1)
-    ] = _DEFAULTS.rows_per_turn,
-    dtype: Annotated[str, typer.Option(help="The model computes in it.")] = _DEFAULTS.dtype,
-    device: Annotated[str, typer.Option(help="Torch device.")] = _DEFAULTS.device,
-    threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = _DEFAULTS.threads,
-) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    try:
-        configuration = Configuration(
-            model=Path(find_model(model, logger.info, option="--model")),
-            suite=suite,
-            turns=turns,
-            items=items,
-            methods=tuple(methods or _DEFAULTS.methods),
-            variant=variant,
-            data=data,
-            lengths=tuple(length or _DEFAULTS.lengths),
-            learn_from=tuple(learn_from or ()),
-            bases=bases,
-            max_tokens=max_tokens,
-            gamma=gamma,
-            rows_per_turn=rows_per_turn,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-        )
-        result = run(configuration)
-        write_result(result, summarize(result), json=json, raw=raw)
-    except KrulError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+def main() -> int:
+    given = _parser().parse_args()
+
+    def measure() -> Result:
+        options = {option.name: getattr(given, option.name) for option in fields(Configuration)}
+        for name in ("methods", "lengths", "learn_from"):
+            options[name] = tuple(options[name] or getattr(_DEFAULTS, name))
+        options["model"] = Path(find_model(given.model, logger.info, option="--model"))
+        return run(Configuration(**options))
+
+    return runner.run(given, measure, quality_table, summarize)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """A parser whose destinations are the fields of ``Configuration``."""
+    parser = runner.make_parser("quality", __doc__, model="bundled", dtype=_DEFAULTS.dtype)
+
+    def add(option: str, text: str, *, to: str | None = None, **how: Any) -> None:
+        name = option.removeprefix("--").replace("-", "_") if to is None else to
+        default = None if how.get("action") == "append" else getattr(_DEFAULTS, name)
+        parser.add_argument(option, dest=name, default=default, help=text, **how)
+
+    add("--suite", "what is asked after the history", type=Suite, choices=list(Suite))
+    turns = "once: history on exact KV; each: every turn on restored history"
+    add("--turns", turns, type=Turns, choices=list(Turns))
+    add("--items", "conversations per group and length; default: the suite's", type=int)
+    add("--methods", "only rows whose name matches this shell pattern; repeatable", action="append")
+    add("--variant", "control made of the model: depth-doubled or rotated:ANGLE")
+    add("--data", "folder of agents' sessions", type=Path)
+    length = "tokens of an agent's history; repeatable"
+    add("--length", length, to="lengths", type=int, action="append")
+    add("--learn-from", "only learn from this folder of the data; repeatable", action="append")
+    add("--bases", "file of `krul-sglang learn`; default: learned from unscored text", type=Path)
+    add("--gamma", "I-R threshold of Algorithm 1; 0 leaves no layer out", type=float)
+    add("--rows-per-turn", "tokens of each turn at which attention is sampled", type=int)
+    add("--device", "torch device")
+    add("--threads", "threads of torch", type=int)
+    return parser
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

@@ -12,7 +12,6 @@ from typing import Any
 from benchmarks.quality.agent import AGENT_HISTORY_LENGTHS, agent_conversations, learning_conversations
 from benchmarks.quality.chat_recall import chat_recall_conversations
 from benchmarks.quality.conversation import BenchmarkError, Conversation
-from benchmarks.quality.long_documents import long_documents
 from benchmarks.quality.methods import Eviction, Method
 from benchmarks.quality.teacher_forced import (
     learning_dialogues,
@@ -27,6 +26,7 @@ _RECALL_HISTORIES = 25
 """Of a pretrained model: with 60 questions each, 1,500 in all."""
 
 _ITEMS = 7
+_MIN_LENGTH = 256
 _LEARNING_DOCUMENTS = 50
 _LEARNING_DIALOGUES = 24
 
@@ -37,7 +37,6 @@ class Suite(StrEnum):
     RECALL = "recall"
     AGENT = "agent"
     TEXT = "text"
-    LONGBENCH = "longbench"
 
 
 class Turns(StrEnum):
@@ -52,9 +51,9 @@ class Configuration:
     """``items``: conversations per group and length; None takes the suite's own. ``methods``: shell patterns
     of row names.
 
-    ``variant``: a control made of the model, see ``benchmarks.variants``. ``data``: files of `agent` or
-    `longbench`. ``lengths``: of histories of `agent`. ``learn_from``: its domains from which methods may
-    learn; none names all. ``bases``: a file of `krul-sglang learn`; None learns from text that is not scored.
+    ``variant``: a control made of the model, see ``benchmarks.variants``. ``data``: files of `agent`.
+    ``lengths``: of histories of `agent`. ``learn_from``: its domains from which methods may learn; none names
+    all. ``bases``: a file of `krul-sglang learn`; None learns from text that is not scored.
     """
 
     model: Path = REFERENCE_MODEL
@@ -67,7 +66,6 @@ class Configuration:
     lengths: tuple[int, ...] = AGENT_HISTORY_LENGTHS
     learn_from: tuple[str, ...] = ()
     bases: Path | None = None
-    max_tokens: int = 4096
     gamma: float = 0.6
     rows_per_turn: int = 32
     dtype: str = "float32"
@@ -75,8 +73,12 @@ class Configuration:
     threads: int = 2
 
     def __post_init__(self) -> None:
-        if (self.suite in (Suite.AGENT, Suite.LONGBENCH)) != (self.data is not None):
-            raise BenchmarkError("--suite agent and longbench need --data DIR, and no other suite takes it")
+        if (self.suite is Suite.AGENT) != (self.data is not None):
+            raise BenchmarkError("--suite agent needs --data DIR, and no other suite takes it")
+        if min(1 if self.items is None else self.items, self.rows_per_turn, self.threads) < 1:
+            raise BenchmarkError("--items, --rows-per-turn and --threads begin at 1")
+        if min(self.lengths) < _MIN_LENGTH:
+            raise BenchmarkError(f"--length begins at {_MIN_LENGTH}, got {min(self.lengths)}")
         if self.learn_from and self.suite is not Suite.AGENT:
             raise BenchmarkError("--learn-from names folders in the data of --suite agent")
 
@@ -103,9 +105,7 @@ class Configuration:
                 tokenizer, _RECALL_HISTORIES if self.items is None else self.items
             )
         assert self.data is not None, "checked above"
-        if self.suite is Suite.AGENT:
-            return agent_conversations(tokenizer, self.data, items, self.lengths)
-        return long_documents(tokenizer, self.data, self.max_tokens, items)
+        return agent_conversations(tokenizer, self.data, items, self.lengths)
 
     def learning_conversations(self, tokenizer: Any) -> Iterable[Conversation]:
         """What methods may learn from: nothing of it is scored. Sessions of agents, dialogues like those

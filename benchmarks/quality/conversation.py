@@ -28,11 +28,9 @@ uncompressed KV, in nats; and ``top1``: whether the most likely token is the sam
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """``logits [N, V]`` fp32 over prompt and, where it is given, reference answer; ``generated`` if the model
-    wrote the answer itself."""
+    """``logits [N, V]`` fp32 over prompt and reference answer."""
 
     logits: Tensor
-    generated: tuple[int, ...] = ()
 
 
 class Conversation(ABC):

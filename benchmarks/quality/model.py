@@ -83,30 +83,6 @@ class HistoryModel:
             return self._forward(ids, dynamic_cache(self.model, history), num_logits)
 
     @torch.no_grad()
-    def generate(
-        self,
-        ids: Sequence[int],
-        history: Sequence[LayerKV],
-        *,
-        max_new_tokens: int,
-        end_ids: frozenset[int],
-        visible: VisibleTokens | None = None,
-    ) -> tuple[tuple[int, ...], Tensor]:
-        """Greedy continuation of ``ids`` after ``history``, without the end token, and the logits
-        ``[N, V]`` of ``ids``."""
-        cache = dynamic_cache(self.model, history)
-        generated: list[int] = []
-        with self._masked(visible):
-            prompt_logits = logits = self._forward(ids, cache, len(ids))
-            while len(generated) < max_new_tokens:
-                best = int(logits[-1].argmax())
-                if best in end_ids:
-                    break
-                generated.append(best)
-                logits = self._forward((best,), cache, 1)
-        return tuple(generated), prompt_logits
-
-    @torch.no_grad()
     def branch_logits(
         self,
         ids: Sequence[int],

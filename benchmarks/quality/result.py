@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from scipy.stats import bootstrap
 from benchmarks.quality.conversation import Conversation, Samples
 from benchmarks.quality.methods import Compression, Eviction, Method
 from benchmarks.quality.protocol import Outcome
+from benchmarks.runner import Result
+from benchmarks.tables import Columns, Row, cell, source, table_of
 from krul_sglang.json_file import quantiles
 
 POOL_BITS = 16
@@ -84,8 +87,8 @@ def interval(values: Sequence[float], sources: Sequence[str]) -> list[float] | N
     Values of one source are drawn together. None if there is only one source.
     """
     by_source: dict[str, list[float]] = {}
-    for value, source in zip(values, sources, strict=True):
-        by_source.setdefault(source, []).append(value)
+    for value, of_source in zip(values, sources, strict=True):
+        by_source.setdefault(of_source, []).append(value)
     if len(by_source) < 2:
         return None
     sums = np.array([sum(each) for each in by_source.values()])
@@ -174,3 +177,46 @@ def _row_summary(row: Mapping[str, Any]) -> dict[str, Any]:
         name: quantiles(values) for name, values in row["samples"].items() if name in _KEPT_SAMPLES
     }
     return kept
+
+
+def _with_interval(name: str, form: str, factor: float = 1.0) -> Callable[[Row], str]:
+    def show(row: Row) -> str:
+        ends = row["ci"].get(name)
+        shown = cell(name, f"{{:{form}}}", factor)(row)
+        return f"{shown} ({' to '.join(format(factor * end, form) for end in ends)})" if ends else shown
+
+    return show
+
+
+_COLUMNS: Columns = {
+    "stored as": cell("name"),
+    "bits": cell("bits", "{:.2f}"),
+    "ratio to bf16": cell("ratio", "{:.2f}x"),
+    "KL": _with_interval("kl", ".4f"),
+    "95% KL": cell("kl_p95", "{:.4f}"),
+    "NLL change": _with_interval("nll_delta", "+.4f"),
+    "same top token": cell("top1", "{:.1%}"),
+}
+
+_OF_RECALL: Columns = {
+    "recall": cell("recall", "{:.1%}"),
+    "change in points": _with_interval("recall_delta", "+.1f", 100.0),
+    "lost / won": lambda row: f"{row['answers_lost']} / {row['answers_won']}",
+}
+
+
+def quality_table(result: Result, path: Path | None) -> str:
+    """Every row of one result: bits, ratio, and what it changes against full KV, with 95% intervals."""
+    configuration, rows = result["configuration"], result["rows"]
+    has_recall = "recall" in rows[0]
+    lengths = sorted({each["history_tokens"] for each in result["conversations"]})
+    questions = f", {rows[0]['questions']} questions" if has_recall else ""
+    notes = (
+        f"{Path(configuration['model']).name}, suite {configuration['suite']}, turns",
+        f"{configuration['turns']}:",
+        f"{sum(each['count'] for each in result['conversations'])} conversations of about",
+        f"{' and '.join(map(str, lengths))} tokens{questions}. In brackets: 95% intervals, paired with full",
+        f"KV, conversations drawn anew. {source(path)}",
+    )
+    columns = {**_COLUMNS, **_OF_RECALL} if has_recall else _COLUMNS
+    return f"{table_of(columns, rows)}\n\n{' '.join(notes)}"

@@ -5,86 +5,60 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import orjson
-from rich.console import Console
-from rich.logging import RichHandler
-from rich.progress import Progress
-from rich.table import Table
 
-from benchmarks.options import names, numbers
-from benchmarks.serving import divergence, rows
+from benchmarks import runner
+from benchmarks.runner import Result, names, numbers
+from benchmarks.serving import divergence, rows, tables
 from benchmarks.serving.configuration import CLIENTS, Configuration, ServingBenchmarkError
-from benchmarks.serving.run import Tell, run
-from krul_backend.errors import KrulError
-from krul_sglang.json_file import write_result
+from benchmarks.serving.run import run
+from benchmarks.tables import Columns, table_of
 from krul_sglang.models.find import find_model
 
 logger = logging.getLogger(__name__)
 
-_DEFAULTS = Configuration(model_path="")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser(
-        _DEFAULTS,
-        prog="python -m benchmarks.serving",
-        description="Returning turns on real SGLang servers, without krul and with it, side by side.",
+    given = make_serving_parser(
+        "serving",
+        "Returning turns on real SGLang servers, without krul and with it, side by side.",
+        Configuration(model_path=""),
     ).parse_args(argv)
-    shown = divergence if arguments.client == "divergence" else rows
-    return measure(arguments, shown.COLUMNS, shown.table_cells)
+    return run_serving(given, divergence.COLUMNS if given.client == "divergence" else tables.COLUMNS)
 
 
-def measure(
-    arguments: argparse.Namespace,
-    columns: Sequence[str],
-    table_cells: Callable[[Mapping[str, Any]], list[str]],
-    summarize: Callable[[Mapping[str, Any]], dict[str, Any]] = rows.summarize,
+def run_serving(
+    given: argparse.Namespace,
+    columns: Columns,
+    summarize: Callable[[Result], Result] = rows.summarize,
 ) -> int:
     """Run what was asked for, write its summary and show its rows; returns the exit status."""
-    console = Console(stderr=True)
-    logging.basicConfig(
-        level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        options = {option.name: getattr(arguments, option.name) for option in fields(Configuration)}
+
+    def measure() -> Result:
+        options = {
+            option.name: getattr(given, option.name)
+            for option in fields(Configuration)
+            if option.name != "model_path"
+        }
         for name in ("krul_options", "compressed_options"):
             options[name] = _json_object(f"--{name.replace('_', '-')}", options[name])
         options |= {
-            "model_path": find_model(arguments.model_path, logger.info, option="--model"),
-            "server_args": tuple(arguments.server_args),
+            "model_path": find_model(given.model, logger.info, option="--model"),
+            "server_args": tuple(given.server_args),
         }
-        configuration = Configuration(**options)
-        if arguments.figure is not None and configuration.client == "divergence":
-            raise ServingBenchmarkError("--figure draws times, which --client divergence does not take")
-        with _progress(console) as tell:
-            result = run(configuration, tell)
-    except KrulError as error:
-        print(error, file=sys.stderr)
-        return 1
-    summary = summarize(result)
-    write_result(result, summary, json=arguments.json, raw=arguments.raw)
-    if arguments.figure is not None:
-        from benchmarks.figures.charts import draw_serving
+        return run(Configuration(**options))
 
-        draw_serving(summary, arguments.figure)
-    table = Table(*columns)
-    for row in summary["rows"]:
-        table.add_row(*table_cells(row))
-    # A file has no width: rich would fold the table into 80 columns.
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
-    return 0
+    return runner.run(given, measure, lambda result, _: table_of(columns, result["rows"]), summarize)
 
 
-def parser(defaults: Configuration, *, prog: str, description: str) -> argparse.ArgumentParser:
+def make_serving_parser(name: str, description: str, defaults: Configuration) -> argparse.ArgumentParser:
     """A parser whose destinations are the fields of ``Configuration``."""
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser = runner.make_parser(name, description, model="smollm2", dtype=defaults.dtype, seed=defaults.seed)
 
     def add(option: str, text: str, *, to: str | None = None, **how: Any) -> None:
         name = option.removeprefix("--").replace("-", "_") if to is None else to
@@ -94,10 +68,6 @@ def parser(defaults: Configuration, *, prog: str, description: str) -> argparse.
         )
         parser.add_argument(option, dest=name, help=text + shown, **how)
 
-    add("--json", "file for the summary of the result", type=Path)
-    add("--raw", "file for the result with every turn", type=Path)
-    add("--figure", "PNG file: time to the first token by turn", type=Path)
-    add("--model", "smollm2, bundled, a folder or a hub name (smollm2)", to="model_path", default="smollm2")
     add("--configurations", "what to compare (" + ",".join(defaults.servers) + ")", to="servers", type=names)
     add("--at-once", "servers that run at the same time, instead of all", type=int)
     add(
@@ -138,7 +108,6 @@ def parser(defaults: Configuration, *, prog: str, description: str) -> argparse.
     add("--compressed-options", f"JSON object: those of 'compressed' ({compressed})", default=compressed)
     add("--max-tokens", "longest answer", type=int)
     add("--page-size", "tokens per page", type=int)
-    add("--dtype", "SGLang's, instead of float32 without a GPU and the model's own with one")
     add(
         "--server-arg",
         "one more argument of every server, repeatable",
@@ -146,7 +115,6 @@ def parser(defaults: Configuration, *, prog: str, description: str) -> argparse.
         action="append",
         default=list(defaults.server_args),
     )
-    add("--seed", "of generated conversations and arrivals", type=int)
     return parser
 
 
@@ -158,17 +126,6 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ServingBenchmarkError(f"{option} {text!r} is not a JSON object")
     return values
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Tell]:
-    with Progress(console=console, refresh_per_second=2) as progress:
-        task = progress.add_task("turns", total=None)
-
-        def tell(text: str, num_answers: int) -> None:
-            progress.update(task, advance=1, total=num_answers, description=text)
-
-        yield tell
 
 
 if __name__ == "__main__":

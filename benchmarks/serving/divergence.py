@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.serving.configuration import Configuration
 from benchmarks.serving.servers import Server
+from benchmarks.tables import Columns, Row, cell
 from benchmarks.tiers.timing import percentile
 from krul_sglang.demo.conversations import Conversation
 from krul_sglang.demo.player import play_order
@@ -237,36 +238,21 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if len(known) == len(values) else None
 
 
-COLUMNS = (
-    "configuration",
-    "turn",
-    "history",
-    "restored",
-    "KL, median",
-    "95%",
-    "mean",
-    "expected",
-    "NLL change",
-    "same top token",
-    "keeps the budget",
-)
-"""Heads of ``table_cells``."""
-
-
-def table_cells(row: Mapping[str, Any]) -> list[str]:
-    """A row as text."""
+def _restored(row: Row) -> str:
     lost = f", {row['not_restored']} not" if row["not_restored"] else ""
-    return [
-        row["configuration"],
-        str(row["turn"]),
-        f"{row['history_tokens']:.0f}",
-        f"{row['restored']:.0%}{lost}",
-        *(_nats(row[name]) for name in ("kl_median", "kl_p95", "kl_mean", "expected")),
-        f"{row['nll_delta']:+.4f}",
-        f"{row['top1']:.1%}",
-        {None: "-", True: "yes", False: "no"}[row.get("keeps_budget")],
-    ]
+    return f"{row['restored']:.0%}{lost}"
 
 
-def _nats(value: float | None) -> str:
-    return "-" if value is None else f"{value:.5f}"
+COLUMNS: Columns = {
+    "configuration": cell("configuration"),
+    "turn": cell("turn"),
+    "history": cell("history_tokens", "{:.0f}"),
+    "restored": _restored,
+    "KL, median": cell("kl_median", "{:.5f}"),
+    "95%": cell("kl_p95", "{:.5f}"),
+    "mean": cell("kl_mean", "{:.5f}"),
+    "expected": cell("expected", "{:.5f}"),
+    "NLL change": cell("nll_delta", "{:+.4f}"),
+    "same top token": cell("top1", "{:.1%}"),
+    "keeps the budget": cell("keeps_budget", lambda keeps: "yes" if keeps else "no"),
+}

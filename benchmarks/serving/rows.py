@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.samples import without_samples
+from benchmarks.runner import Result, without_samples
 from benchmarks.serving.servers import Counts
 from benchmarks.tiers.timing import percentile
 from krul_sglang.demo.conversations import Conversation
@@ -214,56 +214,11 @@ def _page_keys(token_ids: Sequence[int], page_size: int) -> list[int]:
     return keys
 
 
-COLUMNS = (
-    "configuration",
-    "TTFT p50",
-    "p90",
-    "times sooner than recompute",
-    "times of device",
-    "first turn",
-    "first turn, times of recompute",
-    "TPOT",
-    "TPOT, times of recompute",
-    "found on",
-    "stored",
-    "answers equal",
-)
-"""Heads of ``table_cells``."""
-
-
-def table_cells(row: Mapping[str, Any]) -> list[str]:
-    """A row of a summary as text; ratios as their median and quartiles."""
-    found = " ".join(f"{tier} {rate:.0%}" for tier, rate in row["hit_rate_by_tier"].items() if rate)
-    stored = row["bytes_stored"]
-    return [
-        row["configuration"],
-        _ms(row["p50_ttft_s"]),
-        _ms(row["p90_ttft_s"]),
-        ratio_cell(row.get("times_sooner_than_recompute")),
-        ratio_cell(row.get("times_of_device")),
-        _ms(row.get("first_turn_p50_s")),
-        ratio_cell(row.get("first_turn_times_of_recompute")),
-        _ms(row["tpot_s"]),
-        ratio_cell(row.get("tpot_times_of_recompute")),
-        found or "-",
-        "-" if stored is None else f"{stored / 2**20:.0f} MiB",
-        f"{row['answers_equal']:.0%}" if "answers_equal" in row else "-",
-    ]
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.0f} ms"
-
-
-def ratio_cell(each: Mapping[str, float] | None) -> str:
-    return "-" if each is None else f"{each['median']:.2f} ({each['q25']:.2f}-{each['q75']:.2f})"
-
-
 def _returning(turns: Sequence[TurnResult]) -> list[float]:
     return [turn.ttft_s for turn in turns if turn.turn > 1]
 
 
-def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
+def summarize(result: Result) -> dict[str, Any]:
     """What is kept of a run's ``result``: no single turns or commands, and quantiles instead of samples."""
     kept = {name: value for name, value in result.items() if name not in ("turns", "krul")}
     kept["servers"] = [

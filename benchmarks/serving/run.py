@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,14 +24,11 @@ from benchmarks.serving.load import Answers, play, schedule
 from benchmarks.serving.rows import of_tiers, row, theoretical_hit_rate
 from benchmarks.serving.servers import Counts, Server, check_pool, dtype, host_memory_bytes, make_server
 from krul_sglang.demo.conversations import Conversation, Message
-from krul_sglang.demo.environment import about_run, without_cwd
+from krul_sglang.demo.environment import without_cwd
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.demo.sizing import EncodeMessages, PoolSizes, load_token_encoder, plan_pools
 
 logger = logging.getLogger(__name__)
-
-Tell = Callable[[str, int], None]
-"""Is given a line about each answer, and the number of answers that there will be."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +39,12 @@ class End:
     bytes_stored: int | None
 
 
-def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
+def run(configuration: Configuration) -> dict[str, Any]:
     """Start the servers, ask them, and make rows.
 
     Raises:
         KrulError: the conversations do not fit the options, a server does not start, or does not answer.
     """
-    started = time.monotonic()
     encode, context_length = load_token_encoder(configuration.model_path)
 
     def count_tokens(messages: list[Message]) -> int:
@@ -83,9 +78,9 @@ def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
                 if configuration.client == "bench_serving":
                     measured = _bench_serving(servers, configuration, conversations, folder)
                 elif configuration.client == "divergence":
-                    measured = _compare(servers, configuration, conversations, encode, tell)
+                    measured = _compare(servers, configuration, conversations, encode)
                 else:
-                    _play(servers, configuration, conversations, answers, tell)
+                    _play(servers, configuration, conversations, answers)
                     ends |= {server.name: End(server.counts(), server.bytes_stored()) for server in servers}
                 about += [
                     {
@@ -104,7 +99,6 @@ def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
     if ends:
         measured = _rows(configuration, conversations, encode, answers, ends)
     return {
-        **about_run(("torch", "sglang", "transformers")),
         "configuration": {
             **configuration.to_json(),
             "dtype": dtype(configuration),
@@ -112,7 +106,6 @@ def run(configuration: Configuration, tell: Tell) -> dict[str, Any]:
             "host_memory_bytes": host_memory_bytes(configuration, pools),
             **asdict(pools),
         },
-        "duration_s": round(time.monotonic() - started, 1),
         "servers": about,
         **measured,
         "krul": states,
@@ -141,19 +134,16 @@ def _play(
     configuration: Configuration,
     conversations: Sequence[Conversation],
     answers: Answers,
-    tell: Tell,
 ) -> None:
     """Let this benchmark's own client ask a group of servers, and add what they say to ``answers``."""
     batches = schedule(
         conversations, rate=configuration.rate, seed=configuration.seed, rotates=configuration.rotates
     )
-    num_answers = len(configuration.servers) * sum(map(len, batches))
 
-    def tell_turn(name: str, turn: TurnResult) -> None:
-        text = f"{name}: {turn.conversation}, turn {turn.turn}: {turn.ttft_s * 1e3:.0f} ms"
-        tell(text, num_answers)
+    def tell(name: str, turn: TurnResult) -> None:
+        logger.info("%s: %s, turn %d: %.0f ms", name, turn.conversation, turn.turn, 1e3 * turn.ttft_s)
 
-    asyncio.run(play(servers, configuration, batches, tell_turn, answers))
+    asyncio.run(play(servers, configuration, batches, tell, answers))
 
 
 def _rows(
@@ -193,13 +183,9 @@ def _compare(
     configuration: Configuration,
     conversations: Sequence[Conversation],
     encode: EncodeMessages,
-    tell: Tell,
 ) -> dict[str, Any]:
     """Rows of what each server's predictions are worth, and every turn."""
-    num_answers = len(servers) * sum(len(conversation.turns) for conversation in conversations)
-    turns = ask_and_compare(
-        servers, configuration, conversations, encode, lambda text: tell(text, num_answers)
-    )
+    turns = ask_and_compare(servers, configuration, conversations, encode, logger.info)
     budgets = {name: configuration.error_budget_of(name) for name in turns}
     rows = [row for name, compared in turns.items() for row in rows_of(name, compared, budgets[name])]
     return {

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from benchmarks.link import Link
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.ssd.disk import Disk
 from krul_sglang.demo import supervisor
@@ -23,6 +23,23 @@ _STOP_TIMEOUT_S = 30.0
 _NUM_QUOTED_LINES = 20
 
 
+class Link:
+    """Keeps reads from being faster than ``read_mbs``, in 1e6 bytes per second. Threads share it."""
+
+    def __init__(self, read_mbs: float) -> None:
+        self._byte_s = 1e-6 / read_mbs
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def hold(self, started_s: float, num_bytes: int) -> None:
+        """Return when ``num_bytes`` can have arrived, if they were sent at ``started_s`` (perf_counter)."""
+        with self._lock:
+            self._free_at_s = max(self._free_at_s, started_s) + num_bytes * self._byte_s
+            left_s = self._free_at_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+
+
 class SlowDisk(Disk):
     """All its reads together, of all files and threads, take at least their bytes over ``read_mbs``.
 
@@ -30,7 +47,7 @@ class SlowDisk(Disk):
     """
 
     def __init__(self, read_mbs: float) -> None:
-        self._link = Link(read_mbs / 1e3)
+        self._link = Link(read_mbs)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         started_s = time.perf_counter()

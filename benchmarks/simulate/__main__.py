@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,16 +10,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks import runner
+from benchmarks.runner import Result
 from benchmarks.simulate import hardware
 from benchmarks.simulate.codecs import Codec, decode_token_s, last_use, layer_token_bytes, make_codecs
 from benchmarks.simulate.hardware import Gpu, Link, Model, restore_costs
 from benchmarks.simulate.oracle.optimal import OptimalPlanner
 from benchmarks.simulate.pipeline import simulate
 from benchmarks.simulate.summary import summarize
+from benchmarks.tables import Columns, cell, source, table_of
 from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun
 from krul_backend.planner.planners import PLANNERS, LocalSearchPlanner, make_planner
-from krul_sglang.demo import environment
-from krul_sglang.json_file import write_result
 
 PAGE_SIZE = 16
 HISTORY_TOKENS = (1024, 2048, 4096, 8192, 32768, 131072)
@@ -49,11 +48,11 @@ PLAN_REPEATS = 3
 _Planned = TypeVar("_Planned")
 
 
-def run() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The result, without what describes the run itself, and the rows of all settings behind it."""
+def run() -> dict[str, Any]:
+    """A summary of all settings, the map, and the rows behind the summary."""
     planners = {name: make_planner(name) for name in PLANNERS}
     rows = list(_rows(planners))
-    result = {
+    return {
         "configuration": {
             "page_size": PAGE_SIZE,
             "matmul_share": hardware.MATMUL_SHARE,
@@ -65,8 +64,8 @@ def run() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         },
         "summary": summarize(rows, PLANNED),
         "map": list(_map(planners)),
+        "rows": rows,
     }
-    return result, rows
 
 
 def make_problem(
@@ -212,23 +211,20 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.6g}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
-    parser.add_argument("--raw", type=Path, help="where the rows of all settings go, if they are wanted")
-    arguments = parser.parse_args()
-    outcome, rows = run()
-    result: dict[str, Any] = {
-        "command": environment.without_cwd(shlex.join(sys.argv)),
-        "git_revision": environment.git_revision(),
-        "versions": environment.versions(),
-        **outcome,
-    }
-    write_result({**result, "rows": rows}, result, json=arguments.json, raw=arguments.raw)
-    for row in result["summary"]["paper"]:
-        ratio = f"{row['ratio']:.2f} (paper: {row['paper']})"
-        print(f"{row['tier']:36} {row['codec']:10} {row['baseline']:22} {ratio}")
+def show(result: Result, path: Path | None) -> str:
+    """The ratios that the paper claims, and those found."""
+    columns: Columns = {name: cell(name) for name in ("tier", "codec", "baseline", "ratio", "paper")}
+    return f"{table_of(columns, result['summary']['paper'], left=(0, 1, 2))}\n\n{source(path)}"
+
+
+def without_rows(result: Result) -> Result:
+    """What is kept of a result."""
+    return {name: value for name, value in result.items() if name != "rows"}
+
+
+def main() -> int:
+    return runner.run(runner.make_parser("simulate", __doc__).parse_args(), run, show, without_rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import numbers
-from benchmarks.tiers.configuration import MIB, Configuration
+from benchmarks import runner
+from benchmarks.runner import Result, numbers
+from benchmarks.tables import Columns, cell, source, table_of, us
+from benchmarks.tiers.configuration import KIB, MIB, Configuration
 from benchmarks.tiers.disk import disk_rows, mooncake_rows, overhead_rows
 from benchmarks.tiers.dram import dram_rows, fragmentation_row, index_rows, lookup_rows
 from benchmarks.tiers.timing import summarize
 from krul_backend.daemon.client.launcher import EmbeddedDaemon
-from krul_backend.errors import KrulError
-from krul_sglang.demo.environment import about_run
-from krul_sglang.json_file import write_result
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,6 @@ def run(configuration: Configuration) -> dict[str, Any]:
     Raises:
         KrulError: bytes came back wrong, or a tier refused what it has to take.
     """
-    started = time.monotonic()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=configuration.folder) as name:
         folder = Path(name)
@@ -46,9 +44,7 @@ def run(configuration: Configuration) -> dict[str, Any]:
         rows += _part("metadata", lambda: overhead_rows(configuration, folder))
         rows += _part("Mooncake", lambda: mooncake_rows(configuration, folder))
     return {
-        **about_run(("numpy", "pyzmq", "msgspec", "xxhash")),
         "configuration": configuration.to_json(),
-        "duration_s": round(time.monotonic() - started, 1),
         "targets": targets(rows),
         "rows": rows,
     }
@@ -118,38 +114,83 @@ def _target(
     return {"name": name, "bound": bound, "value": worst, "is_met": is_met(worst)}
 
 
+def _block(num_bytes: int) -> str:
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
+
+
+_OPERATIONS: Columns = {
+    "operation": cell("op"),
+    "block": cell("size_bytes", _block),
+    "blocks": cell("num_blocks"),
+    "GB/s": cell("throughput_gbs", "{:.2f}"),
+    "memcpy GB/s": cell("memcpy_gbs", "{:.2f}"),
+    "bare disk GB/s": cell("disk_gbs", "{:.2f}"),
+    "ratio": cell("ratio", "{:.0%}"),
+    "p50": cell("p50_us", us),
+    "p99": cell("p99_us", us),
+}
+
+_TARGETS: Columns = {
+    "target (worst case)": cell("name"),
+    "bound": cell("bound", "{:g}"),
+    "measured": cell("value", "{:.3g}"),
+    "met": cell("is_met", lambda is_met: "yes" if is_met else "no"),
+}
+
+_IN_WORDS = {
+    "lookup": "lookup of {num_pages} pages: {p50} (p99 {p99}).",
+    "index-lookup": "{num_pages} pages among {num_segments} segments, without the socket: {p50} (p99 {p99}).",
+    "ssd-metadata": "Metadata on disk at 1/{ratio_to_bf16} of bf16: {share:.2%}.",
+    "fragmentation": (
+        "A full arena under churn has {free_share_mean:.1%} free that the next segment did not fit into "
+        "(p99 {free_share_p99:.1%})."
+    ),
+}
+"""Rows that are lines of text, not of the table of bytes, by their operation."""
+
+
+def tiers_table(result: Result, path: Path | None) -> str:
+    """Bytes of each tier against memcpy and the bare disk, then the targets."""
+    rows = [row for row in result["rows"] if "left_out" not in row]
+    operations = table_of(_OPERATIONS, (row for row in rows if row["op"] not in _IN_WORDS))
+    notes = [
+        *(
+            f"Missed: {target['name']}: {target['value']:.2f}, the aim being {target['bound']:g}."
+            for target in result["targets"]
+            if not target["is_met"]
+        ),
+        "Medians; operations in turn with memcpy of the same blocks, one thread, memory touched before.",
+        "ratio: to memcpy, or to O_DIRECT of the same bytes where there is a disk.",
+        "dram: through a daemon process, round trips included; verify-read compares checksums, as an engine.",
+        *(
+            _IN_WORDS[row["op"]].format(
+                **row, **{share: us(row.get(f"{share}_us", 0)) for share in ("p50", "p99")}
+            )
+            for row in rows
+            if row["op"] in _IN_WORDS
+        ),
+        *(f"{row['op']}: {row['left_out']}." for row in result["rows"] if "left_out" in row),
+        f"Machine: {result['machine']['cores']} cores. {source(path)}",
+    ]
+    return f"{operations}\n\n{table_of(_TARGETS, result['targets'])}\n\n{' '.join(notes)}"
+
+
 _DEFAULTS = Configuration()
 
 
 def main() -> int:
-    arguments = _parser().parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    try:
-        configuration = Configuration(
-            block_bytes=arguments.block_bytes,
-            repeats=arguments.repeats,
-            disk_repeats=arguments.disk_repeats,
-            folder=arguments.folder,
-        )
-        result = run(configuration)
-    except KrulError as error:
-        print(error, file=sys.stderr)
-        return 1
-    write_result(result, summarize(result), json=arguments.json, raw=arguments.raw)
-    for target in result["targets"]:
-        verdict = "met" if target["is_met"] else "MISSED"
-        print(f"{target['name']}: {target['value']:.3g} (bound {target['bound']:g}): {verdict}")
-    return 0
+    given = _parser().parse_args()
+
+    def measure() -> Result:
+        options = ("block_bytes", "repeats", "disk_repeats", "folder")
+        return run(Configuration(**{name: getattr(given, name) for name in options}))
+
+    return runner.run(given, measure, tiers_table, summarize)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tiers",
-        description="The tiers against memcpy, the bare disk and the clock.",
-    )
+    parser = runner.make_parser("tiers", "The tiers against memcpy, the bare disk and the clock.")
     add = parser.add_argument
-    add("--json", type=Path, required=True, help="file for the summary of the result")
-    add("--raw", type=Path, help="file for the result with every sample")
     add("--block-bytes", type=numbers, default=_DEFAULTS.block_bytes, help="sizes, as 65536,1048576")
     add("--repeats", type=int, default=_DEFAULTS.repeats, help="timed operations on memory of each size")
     add("--disk-repeats", type=int, default=_DEFAULTS.disk_repeats, help="the same on disk and network")

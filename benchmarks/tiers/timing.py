@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.samples import without_samples
+from benchmarks.runner import without_samples
 
 
 def interleaved(operations: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""Stage a: kernels against the reference, copies, overlap, and the restore benchmark. No SGLang."""
+"""Stage a: kernels against the reference, copies and overlap. No SGLang."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import itertools
 import mmap
 import os
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.restore.__main__ import run as run_benchmark
-from benchmarks.restore.configuration import Configuration, TierSpec
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.restore import GroupTarget, begin_group, can_fuse, restore_layer
@@ -334,22 +330,6 @@ def copies_run_beside_compute(setting: Setting) -> dict[str, float]:
     }
 
 
-def restore_benchmark(setting: Setting) -> dict[str, Any]:
-    """``benchmarks.restore``: every method, on a Llama-3-8B whose layers share one layer's weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run_benchmark(
-            Configuration(
-                shapes=("small-gqa",) if setting.is_dry else ("llama3-8b",),
-                tiers=(TierSpec("dram"),) if setting.is_dry else (TierSpec("dram"), TierSpec("ssd", 2.0)),
-                history_tokens=(128,) if setting.is_dry else (2048, 8192),
-                repeats=1 if setting.is_dry else 5,
-                device=setting.device.partition(":")[0],
-                is_one_layer=True,
-                ssd_folder=Path(folder),
-            )
-        )
-
-
 def _seconds(device: Device, work: Callable[..., Any], *arguments: Any) -> float:
     """The median time of ``work`` on the current stream, by its events, after two calls to warm up."""
     for _ in range(2):
@@ -382,5 +362,4 @@ CHECKS: Stage = (
     ("restoring waits for nothing", restoring_waits_for_nothing),
     ("copies", copies),
     ("copies run beside compute", copies_run_beside_compute),
-    ("restore benchmark", restore_benchmark),
 )

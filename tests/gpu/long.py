@@ -1,34 +1,24 @@
-"""Stage c: what takes hours. The restore benchmark at full size, and the server tests on the GPU."""
+"""Stage c: what takes hours. Every method's restores on servers, the server tests on the GPU, kill rounds."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.restore.__main__ import run as run_benchmark
-from benchmarks.restore.configuration import Configuration, TierSpec
 from tests.gpu.stage import Setting, Stage
 
 _SERVER_TESTS = ("test_lossless.py", "test_restoring.py", "test_serving.py", "test_tiers_serving.py")
 _CRASH_ROUNDS = 50
 
 
-def restore_benchmark(setting: Setting) -> dict[str, Any]:
-    """Whole models with random weights, up to 32768 tokens of history, from DRAM and from an SSD."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run_benchmark(
-            Configuration(
-                shapes=("small-gqa",) if setting.is_dry else ("llama-7b", "llama3-8b"),
-                tiers=(TierSpec("dram"), TierSpec("ssd")),
-                history_tokens=(128,) if setting.is_dry else (512, 2048, 8192, 32768),
-                repeats=1 if setting.is_dry else 5,
-                device=setting.device.partition(":")[0],
-                ssd_folder=Path(folder),
-            )
-        )
+def restores(setting: Setting) -> dict[str, Any]:
+    """``benchmarks.overlap``: a server of each method, through a slow link and from a slow disk."""
+    path = setting.folder / "overlap.json"
+    options = () if setting.is_dry else ("--dtype", "bfloat16", "--settings", "dram:4000,ssd:2000")
+    model = "bundled" if setting.model is None else setting.model
+    return _run(["benchmarks.overlap", "--json", str(path), "--model", model, *options])
 
 
 def server_tests(setting: Setting) -> dict[str, Any]:
@@ -51,7 +41,7 @@ def _run(module_and_arguments: list[str]) -> dict[str, Any]:
 
 
 CHECKS: Stage = (
-    ("restore benchmark", restore_benchmark),
+    ("restores", restores),
     ("server tests", server_tests),
     ("crash rounds", crash_rounds),
 )

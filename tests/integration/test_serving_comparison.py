@@ -19,11 +19,11 @@ pytestmark = pytest.mark.server
 
 
 def test_krul_restores_the_turns_that_sglang_alone_recomputes(tmp_path: Path) -> None:
-    summary, raw, figure = tmp_path / "out.json", tmp_path / "raw.json", tmp_path / "out.png"
+    summary, raw = tmp_path / "out.json", tmp_path / "raw.json"
     command = [
         *with_forked_servers("benchmarks.serving", "--model", "bundled"),
         *("--configurations", "recompute,full-load", "--users", "3", "--rounds", "2", "--history", "300"),
-        *("--max-tokens", "8", "--json", str(summary), "--raw", str(raw), "--figure", str(figure)),
+        *("--max-tokens", "8", "--json", str(summary), "--raw", str(raw)),
     ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
@@ -51,7 +51,6 @@ def test_krul_restores_the_turns_that_sglang_alone_recomputes(tmp_path: Path) ->
     assert [turn["prompt_tokens"] for turn in turns["full-load"]] == [
         turn["prompt_tokens"] for turn in turns["recompute"]
     ]
-    assert figure.stat().st_size > 1000
 
 
 def test_krul_predicts_on_restored_turns_what_a_server_that_never_evicts_predicts(tmp_path: Path) -> None:

@@ -1,23 +1,20 @@
-"""Estimators agree on the same rows; the sampled one keeps a bounded, even choice of them."""
+"""The heterogeneous estimator gives what reducing all rows at once gives; sampled positions are even."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.baselines import Estimator, ExactEstimator, SampledEstimator
-from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate, sample_positions
+from krul_backend.attention.rows import Phase, QueryRows, accumulate, sample_positions
 from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from tests.support.attention_builders import Sequence, assert_same
 
 CAPACITY_BYTES = 1 << 20
-
-MakeEstimator = Callable[[int, int], Estimator]
 
 
 @pytest.fixture(scope="module")
@@ -26,20 +23,8 @@ def worker() -> Iterator[SimilarityWorker]:
         yield worker
 
 
-@pytest.fixture(params=["exact", "sampled", "heterogeneous"])
-def make_estimator(request: pytest.FixtureRequest, worker: SimilarityWorker) -> MakeEstimator:
-    def make(num_layers: int, num_heads: int) -> Estimator:
-        if request.param == "exact":
-            return ExactEstimator(num_layers, num_heads)
-        if request.param == "sampled":
-            return SampledEstimator(num_layers, num_heads, max_rows=1000)
-        return HeterogeneousEstimator(num_layers, num_heads, worker)
-
-    return make
-
-
 def play_turn(
-    estimator: Estimator, sequence: Sequence, chunks: list[int], start: int = 0
+    estimator: HeterogeneousEstimator, sequence: Sequence, chunks: list[int], start: int = 0
 ) -> AttentionStatistics:
     """A turn from token ``start`` on: the prompt in chunks, then the other tokens one by one.
 
@@ -63,26 +48,26 @@ def play_turn(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunks", [[20], [7, 6, 12], [1, 1, 28]])
-def test_all_agree_on_the_same_rows(
-    make_estimator: MakeEstimator, chunks: list[int], dtype: torch.dtype
+def test_chunks_and_steps_give_what_all_rows_give(
+    worker: SimilarityWorker, chunks: list[int], dtype: torch.dtype
 ) -> None:
     sequence = Sequence.random(dtype=dtype, seed=3)
-    estimator = make_estimator(sequence.num_layers, sequence.num_heads)
+    estimator = HeterogeneousEstimator(sequence.num_layers, sequence.num_heads, worker)
     expected = accumulate(sequence.rows(), sequence.read_keys)
     assert_same(play_turn(estimator, sequence, chunks), expected)
 
 
-def test_turns_add_up(make_estimator: MakeEstimator) -> None:
+def test_turns_add_up(worker: SimilarityWorker) -> None:
     sequence = Sequence.random(num_tokens=40, seed=4)
     first_turn = Sequence(sequence.queries[:, :15], sequence.keys[:, :15], sequence.kv_heads)
-    total = play_turn(make_estimator(3, 4), first_turn, [10])
-    total += play_turn(make_estimator(3, 4), sequence, [12], start=15)
+    total = play_turn(HeterogeneousEstimator(3, 4, worker), first_turn, [10])
+    total += play_turn(HeterogeneousEstimator(3, 4, worker), sequence, [12], start=15)
     assert_same(total, accumulate(sequence.rows(), sequence.read_keys))
 
 
-def test_a_turn_without_rows_is_zero(make_estimator: MakeEstimator) -> None:
+def test_a_turn_without_rows_is_zero(worker: SimilarityWorker) -> None:
     sequence = Sequence.random()
-    estimator = make_estimator(3, 4)
+    estimator = HeterogeneousEstimator(3, 4, worker)
     estimator.add(sequence.rows(5, 5), Phase.PREFILL, sequence.read_keys)
     assert_same(estimator.finish(sequence.read_keys), AttentionStatistics.zero(3, 4))
 
@@ -123,68 +108,6 @@ def test_the_queue_gets_its_room_back(worker: SimilarityWorker) -> None:
             worker.submit(sequence.rows(), fail_in_layer_1)
         assert_same(reduce_prompt(worker, sequence), expected)
     assert worker.stats().rejected == 0
-
-
-class PositionRecorder:
-    """Stands in for the keys: notes that they were asked for, so that the rows that remain are known."""
-
-    def __init__(self, sequence: Sequence) -> None:
-        self._sequence = sequence
-        self.num_reads = 0
-
-    def __call__(self, layer: int) -> torch.Tensor:
-        self.num_reads += 1
-        return self._sequence.keys[layer]
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    max_rows=st.integers(1, 20),
-    chunks=st.lists(st.integers(0, 25), min_size=1, max_size=8),
-)
-def test_sampled_keeps_an_even_choice_of_bounded_size(max_rows: int, chunks: list[int]) -> None:
-    num_tokens = sum(chunks)
-    sequence = Sequence.random(num_layers=2, num_tokens=max(1, num_tokens), num_heads=1, num_kv_heads=1)
-    estimator = SampledEstimator(2, 1, max_rows)
-    row_bytes = sequence.queries[:, :1].nbytes
-    start = 0
-    for size in chunks:
-        estimator.add(sequence.rows(start, start + size), Phase.PREFILL, sequence.read_keys)
-        start += size
-        assert estimator.nbytes <= max_rows * row_bytes
-    result = estimator.finish(sequence.read_keys)
-    if num_tokens == 0:
-        assert result.num_rows == 0
-        return
-    assert min(num_tokens, max_rows) / 2 < result.num_rows <= max_rows
-    strides = [2**power for power in range(10)]
-    # Evenly spaced from the first row on: exactly one stride gives this number of rows and these sums.
-    fitting = [stride for stride in strides if -(-num_tokens // stride) == result.num_rows]
-    expected = [
-        accumulate(sequence.rows_at(torch.arange(0, num_tokens, stride)), sequence.read_keys)
-        for stride in fitting
-    ]
-    assert any(
-        torch.allclose(result.squared_distance, candidate.squared_distance, atol=1e-5)
-        for candidate in expected
-    )
-
-
-def test_sampled_reads_no_keys_before_the_end() -> None:
-    sequence = Sequence.random()
-    recorder = PositionRecorder(sequence)
-    read: ReadKeys = recorder
-    estimator = SampledEstimator(3, 4, max_rows=8)
-    estimator.add(sequence.rows(0, 29), Phase.PREFILL, read)
-    estimator.add(sequence.rows(29, 30), Phase.DECODE, read)
-    assert recorder.num_reads == 0
-    assert estimator.finish(read).num_rows == 8
-    assert recorder.num_reads == 3
-
-
-def test_sampled_needs_room_for_a_row() -> None:
-    with pytest.raises(ValueError, match="max_rows=0"):
-        SampledEstimator(3, 4, max_rows=0)
 
 
 @given(start=st.integers(0, 1000), num_tokens=st.integers(1, 300), count=st.integers(1, 400))

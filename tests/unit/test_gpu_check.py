@@ -27,7 +27,6 @@ def test_the_first_stage_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
     assert set(outcomes.values()) == {"passed"}
     results = {row["check"]: row.get("result") for row in written["rows"]}
     assert {row["memory"] for row in results["copies"]} == {"pageable", "pinned", "arena"}
-    assert all(row["relative_error"] < 0.1 for row in results["restore benchmark"]["rows"])
 
 
 def test_a_check_that_fails_stops_no_other_and_is_counted(

@@ -16,7 +16,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from benchmarks.estimator import closest_pairs, summarize
 from krul_backend.attention.rows import attention_rows
 from krul_sglang.learning.reader import CapturedAttention, capture_attention, observed_attention
 
@@ -101,26 +100,3 @@ def test_the_implementation_comes_back_after_an_error(model: Any) -> None:
     with pytest.raises(OSError, match="boom"), observed_attention(model, lambda *_: None):
         raise OSError("boom")
     assert model.config._attn_implementation == before
-
-
-def test_closest_pairs_are_disjoint_and_closest_first() -> None:
-    distances = torch.full((6, 6), 9.0)
-    for (i, j), distance in {(1, 2): 1.0, (2, 3): 2.0, (0, 3): 3.0, (4, 5): 4.0}.items():
-        distances[i, j] = distances[j, i] = distance
-    assert closest_pairs(distances, 2) == {(1, 2)}
-    # (2, 3) is second, but layer 2 is taken.
-    assert closest_pairs(distances, 4) == {(1, 2), (0, 3)}
-    assert closest_pairs(distances, 3) == {(1, 2), (0, 3)}
-
-
-def test_a_summary_of_the_estimators_keeps_means_and_no_single_conversation() -> None:
-    result = {
-        "summary": {"accuracy": [{"estimator": "exact"}]},
-        "accuracy": [{"num_tokens": 5, "agreements": []}],
-        "cost": {"decode": [{"medians_s": {"none": 2.0}, "samples_s": {"none": [1.0, 2.0, 3.0]}}]},
-    }
-    kept = summarize(result)
-    assert set(kept) == {"summary", "cost"}
-    assert kept["cost"]["decode"][0]["medians_s"] == {"none": 2.0}
-    assert kept["cost"]["decode"][0]["samples_s"]["none"]["n"] == 3
-    assert "accuracy" in result

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.samples import without_samples
 from krul_sglang.json_file import LINE_WIDTH, quantiles, write_result
 
 
@@ -20,20 +19,6 @@ def test_quantiles_are_those_of_all_samples() -> None:
         "max": 5.0,
     }
     assert quantiles([7.0]) == {"n": 1, **dict.fromkeys(("min", "q25", "median", "q75", "max"), 7.0)}
-
-
-def test_samples_are_replaced_wherever_they_stand() -> None:
-    kept = without_samples(
-        {
-            "rows": [{"samples_s": [1.0, 2.0, 3.0], "p50": 2.0}, {"memcpy_samples_s": [4]}],
-            "cost": {"samples": {"a": [1.0], "b": []}},
-            "fit": {"samples": [(1, 2), (3, 4)], "resamples": [1, 2]},
-        }
-    )
-    assert kept["rows"][0] == {"samples_s": quantiles([1.0, 2.0, 3.0]), "p50": 2.0}
-    assert kept["rows"][1]["memcpy_samples_s"]["n"] == 1
-    assert kept["cost"]["samples"] == {"a": quantiles([1.0]), "b": {"n": 0}}
-    assert kept["fit"] == {"samples": {"n": 2}, "resamples": [1, 2]}
 
 
 def test_a_summary_is_rounded_and_has_a_row_per_line(tmp_path: Path) -> None:

@@ -12,20 +12,21 @@ from typing import Any
 import orjson
 import pytest
 
-from benchmarks.figures.charts import draw_load
+from benchmarks.figures import draw_load
 from benchmarks.load import run as load_run
 from benchmarks.load.__main__ import main
 from benchmarks.load.rows import (
+    COLUMNS,
     Played,
     answers_equal,
     found_share,
+    load_summary,
+    load_tables,
     make_rows,
     measure,
     over_blocks,
-    table_cells,
 )
 from benchmarks.load.run import CONFIGURATIONS, choose_pools, choose_texts, most_running, play, think_times
-from benchmarks.pages.serving import load_tables
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.conversations import cut_conversations
 from benchmarks.serving.rows import theoretical_hit_rate
@@ -247,11 +248,14 @@ def test_rows_table_and_figure_show_blocks_that_ran_one_after_the_other(tmp_path
     }
     write_summary(result, tmp_path / "out.json")
     read = orjson.loads((tmp_path / "out.json").read_bytes())
-    cells = table_cells(read["rows"][2])
+    cells = [show(read["rows"][2]) for show in COLUMNS.values()]
     assert cells[:3] == ["native", "2.00 s (2.00-2.00)", "2.00 s"]
     assert cells[5] == "2.50 (2.00-3.00)"
     assert cells[9:] == ["80.0%", "90.0%", "2", "1.5 ms", "6 MiB", "100%"]
-    assert "model in bfloat16, 8 users side by side, 2 turns each, 900 tokens in all" in load_tables(read)
+    tables, summary = load_tables(read, None), load_summary(read, None)
+    assert "model in bfloat16, 8 users side by side, 2 turns each, 900 tokens in all" in tables
+    assert "| native | 2.00 s | 2.50 | 500 ms | 0.20 | 80.0% | 2 |" in summary
+    assert "bfloat16" not in summary
     draw_load(read, tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 1000
 

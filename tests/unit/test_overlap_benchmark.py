@@ -15,8 +15,8 @@ from benchmarks.overlap import (
     overlap_summary,
     overlap_tables,
 )
-from benchmarks.pages import RESULTS
 from benchmarks.serving.configuration import ServingBenchmarkError
+from benchmarks.tables import RESULTS
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.traced_restore import TracedRestore

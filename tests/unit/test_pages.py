@@ -7,8 +7,8 @@ from dataclasses import fields
 
 import pytest
 
-from benchmarks.pages import RESULTS, ROOT
-from benchmarks.pages.__main__ import CONFIGURATION, MEASURED, README, default_text, pages, render
+from benchmarks.pages import CONFIGURATION, MEASURED, README, default_text, pages, render
+from benchmarks.tables import RESULTS, ROOT
 from krul_sglang.config import KrulConfig
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
@@ -40,6 +40,12 @@ def test_the_readme_is_short_and_its_options_have_the_defaults_of_the_configurat
 
 def test_results_are_summaries() -> None:
     assert sum(path.stat().st_size for path in RESULTS.iterdir()) < 320_000
+
+
+def test_every_result_and_every_figure_is_shown() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (README, *(ROOT / "docs").glob("*.md")))
+    for path in (*RESULTS.iterdir(), *(ROOT / "docs" / "figures").iterdir()):
+        assert path.name in text, path
 
 
 def test_links_between_pages_lead_somewhere() -> None:

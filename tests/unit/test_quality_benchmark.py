@@ -129,18 +129,6 @@ def test_branches_are_what_each_would_be_alone() -> None:
             torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
 
 
-def test_generation_is_the_argmax_of_one_forward_after_the_other() -> None:
-    history = model().run(ids(40), (), num_logits=1).kv
-    prompt = ids(9, seed=5)
-    generated, logits = model().generate(prompt, history, max_new_tokens=6, end_ids=frozenset())
-    assert logits.shape == (9, 64)
-    for number in range(6):
-        expected = model().logits((*prompt, *generated[:number]), history, num_logits=1)[0].argmax()
-        assert generated[number] == expected
-    shorter, _ = model().generate(prompt, history, max_new_tokens=6, end_ids=frozenset(generated[2:3]))
-    assert shorter == generated[: generated.index(generated[2])]
-
-
 def test_evicted_heads_keep_the_latest_and_those_that_got_most_attention() -> None:
     run = model().run(ids(40), (), num_logits=1)
     accumulated = accumulated_attention(run.queries, run.kv, model().kv_heads, model().scaling)
@@ -400,8 +388,14 @@ def test_rows_are_chosen_by_pattern_and_eviction_has_no_turns() -> None:
     ]
     with pytest.raises(BenchmarkError, match="no row matches"):
         Configuration(methods=("zip",)).selected(rows)
-    for suite in (Suite.LONGBENCH, Suite.AGENT):
-        with pytest.raises(BenchmarkError, match="--data"):
-            Configuration(suite=suite)
+    with pytest.raises(BenchmarkError, match="--data"):
+        Configuration(suite=Suite.AGENT)
     with pytest.raises(BenchmarkError, match="--learn-from"):
         Configuration(learn_from=("web",))
+    for changes, message in (
+        ({"items": 0}, "--items"),
+        ({"threads": 0}, "--threads"),
+        ({"lengths": (8,)}, "256"),
+    ):
+        with pytest.raises(BenchmarkError, match=message):
+            Configuration(**changes)

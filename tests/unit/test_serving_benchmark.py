@@ -15,15 +15,10 @@ from typing import Any
 import orjson
 import pytest
 
-from benchmarks.figures.charts import draw_serving
+from benchmarks.figures import draw_serving
+from benchmarks.multiturn import COLUMNS as MULTITURN_COLUMNS
 from benchmarks.multiturn import SPARSE
 from benchmarks.multiturn import summarize as summarize_multiturn
-from benchmarks.pages.serving import (
-    MULTITURN_RESULT,
-    SERVING_RESULTS,
-    multiturn_table,
-    serving_table,
-)
 from benchmarks.serving.__main__ import main
 from benchmarks.serving.bench_serving import (
     as_chat,
@@ -42,6 +37,8 @@ from benchmarks.serving.conversations import (
 from benchmarks.serving.load import order_of_servers, play, schedule
 from benchmarks.serving.rows import hit_rate_by_tier, of_tiers, row, summarize, theoretical_hit_rate
 from benchmarks.serving.servers import Counts, Server
+from benchmarks.serving.tables import COLUMNS, rows_table
+from benchmarks.tables import RESULTS
 from krul_sglang.demo.conversations import Conversation, Message, UserTurn
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.demo.sizing import SizingError
@@ -510,7 +507,7 @@ def test_pages_and_figure_are_made_of_the_summary_alone(tmp_path: Path) -> None:
         **dict.fromkeys(["min", "q25", "median", "q75", "max"], 3.0),
         "n": 1,
     }
-    table = serving_table({SERVING_RESULTS[0]: read})
+    table = rows_table(COLUMNS, read, RESULTS / "serving-cpu.json")
     assert (
         "| recompute | 3000 ms | 3000 ms | - | - | 1000 ms | - | 500 ms | - | device 10% | - | 100% |"
         in table
@@ -518,7 +515,6 @@ def test_pages_and_figure_are_made_of_the_summary_alone(tmp_path: Path) -> None:
     assert "| native | 1200 ms | 1200 ms | 2.50 (2.50-2.50) | - |" in table
     assert "| device 10% dram 80% | 3 MiB | 100% |" in table
     assert "compressed: strategy = subspace." in table
-    assert serving_table({}) == ""
     draw_serving(read, tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 1000
 
@@ -575,7 +571,7 @@ def test_what_is_kept_of_many_servers_is_small_and_enough_for_page_and_figure(tm
     write_summary(kept, tmp_path / "out.json")
     assert (tmp_path / "out.json").stat().st_size < 8000
     read = orjson.loads((tmp_path / "out.json").read_bytes())
-    table = multiturn_table(MULTITURN_RESULT, read)
+    table = rows_table(MULTITURN_COLUMNS, read, RESULTS / "multiturn-cpu.json")
     assert "host memory for 25% of them as native KV, an SSD for 50% of them" in table
     cells = "| 0% | dram 12.0 ssd 24.0 | 52 MiB, 3 MiB | 100% |"
     assert table.count(cells) == len(SPARSE.krul_servers) == 8

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.pages.serving import SERVING_TURNS_RESULT, serving_turns_table
 from benchmarks.serving.configuration import Configuration
 from benchmarks.serving.divergence import (
     ComparedTurn,
@@ -20,6 +19,8 @@ from benchmarks.serving.divergence import (
     rows_of,
 )
 from benchmarks.serving.servers import Server
+from benchmarks.serving.tables import turns_table
+from benchmarks.tables import RESULTS
 from krul_sglang.demo.conversations import Conversation, Message, UserTurn
 
 VOCABULARY = 50
@@ -222,9 +223,9 @@ def test_the_page_shows_every_turn_of_every_server() -> None:
         "error_budgets": {"compressed": 0.01, "native": None},
         "rows": rows,
     }
-    lines = serving_turns_table(result).splitlines()
+    lines = turns_table(result, RESULTS / "serving-turns-cpu.json").splitlines()
     kl = "0.00400 | 0.00400 | 0.00400 | 0.00500"
     assert f"| compressed | 2 | 100 | 40%, 1 not | {kl} | +0.0010 | 90.0% | yes |" in lines
     assert "| native | 2 | 100 | 80% | 0.00000 | 0.00000 | 0.00000 | - | +0.0010 | 90.0% | - |" in lines
-    assert str(SERVING_TURNS_RESULT.name) in lines[-1]
+    assert "serving-turns-cpu.json" in lines[-1]
     assert "Budget: compressed 0.01 nats;" in lines[-1]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures.charts import draw_simulate
+from benchmarks.figures import draw_simulate
 from benchmarks.simulate import summary
 from benchmarks.simulate.__main__ import make_problem, winner
 from benchmarks.simulate.codecs import decode_token_s, last_use, layer_token_bytes, make_codecs

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.servers import make_server
-from benchmarks.serving.slow_ssd import SlowDisk
+from benchmarks.serving.slow_ssd import Link, SlowDisk
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from krul_sglang.demo.sizing import PoolSizes
 
@@ -22,6 +22,17 @@ POOLS = PoolSizes(device_tokens=512, reference_tokens=4096, longest_tokens=400, 
 SLOW = Configuration(
     model_path="model", servers=("recompute", "native", "full-load"), ssd="1GiB", ssd_read_mbs=120.0
 )
+
+
+@pytest.mark.parametrize(("passed_s", "slept"), [(0.0, [2.0]), (0.75, [1.25]), (2.0, []), (3.0, [])])
+def test_a_link_holds_back_what_cannot_have_arrived(
+    monkeypatch: pytest.MonkeyPatch, passed_s: float, slept: list[float]
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: 100.0 + passed_s)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    Link(read_mbs=500.0).hold(started_s=100.0, num_bytes=1_000_000_000)
+    assert waits == pytest.approx(slept)
 
 
 def test_threads_share_the_rate_of_the_disk(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pages.tables import tiers_table
+from benchmarks import runner
 from benchmarks.tiers import __main__ as whole_run
-from benchmarks.tiers.__main__ import targets
+from benchmarks.tiers.__main__ import targets, tiers_table
 from benchmarks.tiers.configuration import KIB, MIB, Configuration, TiersBenchmarkError
 from benchmarks.tiers.dram import fragmentation_row
 from benchmarks.tiers.segments import Source
@@ -39,7 +39,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_run, "mooncake_rows", lambda configuration, folder: [LEFT_OUT])
-        return whole_run.run(configuration)
+        return {**runner.about(), **whole_run.run(configuration)}
 
 
 def of(result: dict[str, Any], op: str) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def test_numbers_of_a_row_follow_from_its_samples(result: dict[str, Any]) -> Non
 
 def test_a_summary_has_the_same_table_and_no_samples(result: dict[str, Any]) -> None:
     kept = summarize(result)
-    assert tiers_table(kept) == tiers_table(result)
+    assert tiers_table(kept, None) == tiers_table(result, None)
     assert not any("samples_s" in row for row in kept["rows"])
     for row in of(kept, "dram-write"):
         assert row["memcpy_samples_s"]["n"] == row["n"]
@@ -105,7 +105,7 @@ def test_a_full_arena_keeps_little_that_it_cannot_use(result: dict[str, Any]) ->
 
 
 def test_the_table_has_a_line_per_row_and_says_what_is_left_out(result: dict[str, Any]) -> None:
-    table = tiers_table(result)
+    table = tiers_table(result, None)
     lines = table.splitlines()
     assert sum(line.startswith("| dram-write |") for line in lines) == 4
     assert any(line.startswith("| ssd-read-cold | 256 KiB | 2 |") for line in lines)

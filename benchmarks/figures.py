@@ -1,100 +1,25 @@
-"""Figures of one result each: a function is given the result and the path of the PNG file."""
+"""``python -m benchmarks.figures NAME``: draws a figure of the documentation from the result that is kept.
+
+A function is given the result and the path of the PNG file. Only this module needs matplotlib.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import orjson
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
+from benchmarks.tables import RESULTS, ROOT
 from krul_sglang.cli.trace import draw_restore
 from krul_sglang.traced_restore import TracedRestore
-
-_GOALS = {"spearman": 0.95, "overlap": 0.9}
-_MEASURES = {"spearman": "rank correlation of distances", "overlap": "same pairs chosen"}
-
-
-def draw_estimator(result: dict[str, Any], path: Path) -> None:
-    """Accuracy by rows kept, cost of a prompt and cost of a decode step, side by side."""
-    figure, (accuracy, prefill, decode) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    _draw_accuracy(accuracy, result["summary"]["accuracy"])
-    for axes, stage, ratios, suffix in (
-        (prefill, "prefill", "ratios_to_forward", "_ratio"),
-        (decode, "decode", "tpot_ratio", ""),
-    ):
-        rows = result["cost"][stage]
-        tokens = [row["num_tokens"] for row in rows]
-        for name in ("exact", "heterogeneous", "sampled"):
-            axes.plot(tokens, [row[ratios][f"{name}{suffix}"] for row in rows], "o-", label=name)
-        _token_axis(axes, tokens)
-        axes.legend()
-    prefill.set(ylabel="time / time of the forward", title="cost of a prompt\n(add + finish)")
-    prefill.set_ylim(bottom=0)
-    decode.set(ylabel="time / time without an estimator", title="decode step")
-    decode.axhline(1, color="grey", linewidth=0.8)
-    save(figure, path, dpi=150)
-
-
-def _draw_accuracy(axes: Axes, summary: list[dict[str, Any]]) -> None:
-    sampled = [row for row in summary if row["estimator"].startswith("sampled-")]
-    counts = [int(row["estimator"].removeprefix("sampled-")) for row in sampled]
-    for color, measure in enumerate(_GOALS):
-        values = [row[measure] for row in sampled]
-        low, high = [value["q25"] for value in values], [value["q75"] for value in values]
-        axes.plot(counts, [value["mean"] for value in values], f"C{color}o-", label=_MEASURES[measure])
-        axes.fill_between(counts, low, high, color=f"C{color}", alpha=0.2)
-        axes.axhline(_GOALS[measure], color=f"C{color}", linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set(xlabel="rows kept", ylim=(0, 1.02), title="sampled against exact\n(mean, quartiles, goals)")
-    axes.legend(loc="lower right")
-
-
-def _token_axis(axes: Axes, tokens: list[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [str(count) for count in tokens])
-    axes.minorticks_off()
-    axes.set_xlabel("tokens")
-
-
-_POLICY_STYLES = {"value": "o-", "belady": "k--"}
-
-
-def draw_policy(result: dict[str, Any], path: Path) -> None:
-    """Hit rates and saved seconds by DRAM, and hit rates by users: a line for each policy."""
-    configuration = result["configuration"]
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-    by_dram = [row for row in result["rows"] if row["part"] == "dram"]
-    by_users = [row for row in result["rows"] if row["part"] == "users"]
-    _draw_policies(axes[0], by_dram, "share", "hit_rate")
-    _draw_policies(axes[1], by_dram, "share", "saved")
-    _draw_policies(axes[2], by_users, "users", "hit_rate")
-    for axis in axes[:2]:
-        axis.set(xscale="log", xlabel=f"DRAM / working set, {configuration['users']} users")
-        axis.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes[0].set_title("prompt tokens found in DRAM")
-    axes[1].set_title("seconds of computing saved")
-    axes[2].set_title("prompt tokens found in DRAM")
-    axes[2].set(xscale="log", xlabel=f"users, DRAM {configuration['share_of_many']:.0%} of the working set")
-    axes[2].set_xticks(sorted({row["users"] for row in by_users}))
-    axes[2].xaxis.set_major_formatter("{x:.0f}")
-    axes[0].legend()
-    save(figure, path, dpi=120)
-
-
-def _draw_policies(axis: Axes, rows: list[dict[str, Any]], x: str, y: str) -> None:
-    for name in dict.fromkeys(row["policy"] for row in rows):
-        of_policy = sorted((row[x], row[y]) for row in rows if row["policy"] == name)
-        axis.plot(*zip(*of_policy, strict=True), _POLICY_STYLES.get(name, "s:"), markersize=3, label=name)
-    axis.set_ylim(0, 1)
-    axis.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axis.grid(alpha=0.3)
-
 
 KL_FLOOR = 1e-6
 """Smaller losses are drawn here: a logarithmic axis has no zero."""
@@ -231,33 +156,6 @@ def _draw_panel(axis: Axes, panel: dict[str, Any]) -> None:
     axis.set(xlabel="rate of the link [GB/s]", ylabel="history [tokens]")
 
 
-def draw_truncation(result: dict[str, Any], path: Path) -> None:
-    """What truncated prompts lose by how many of the kept tokens are computed again."""
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    moved = [row for row in result["rows"] if row["method"] == "moved"]
-    for axis, suite, name, factor, title in (
-        (axes[0], "recall", "recall", -100.0, "points of recall lost, facts of a chat"),
-        (axes[1], "recall", "nll", 1.0, "nats more per token of the right answer"),
-        (axes[2], "agent", "nll", 1.0, "nats more per token of what followed, agents"),
-    ):
-        rows = [row for row in moved if row["suite"] == suite]
-        if rows:
-            _draw_losses(axis, rows, f"{name}_delta", factor)
-        axis.set(title=title, xlabel="first kept tokens that are recomputed")
-    save(figure, path, dpi=120)
-
-
-def _draw_losses(axis: Axes, rows: list[dict[str, Any]], name: str, factor: float) -> None:
-    recomputed = [row["recomputed_tokens"] for row in rows]
-    values = [factor * row[name] for row in rows]
-    bounds = [sorted(factor * each for each in row[f"{name}_ci"]) for row in rows]
-    axis.plot(recomputed, values, "o-")
-    axis.fill_between(recomputed, [low for low, _ in bounds], [high for _, high in bounds], alpha=0.2)
-    axis.axhline(0, color="k", linewidth=0.8)
-    axis.set_xticks(recomputed)
-    axis.grid(alpha=0.3)
-
-
 def save(figure: Any, path: Path, **options: Any) -> None:
     """Write and close a figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,3 +166,31 @@ def save(figure: Any, path: Path, **options: Any) -> None:
 def draw_overlap(result: Mapping[str, Any], path: Path) -> None:
     """One restore on a server: when heads were computed and tails loaded, and what of each layer."""
     draw_restore(TracedRestore.parse(result["restore"], index=0, rank=0), path)
+
+
+FIGURES = ROOT / "docs" / "figures"
+DRAWN = {
+    "load": (draw_load, "load-cpu.json"),
+    "multiturn": (draw_serving, "multiturn-cpu.json"),
+    "overlap": (draw_overlap, "overlap-cpu.json"),
+    "quality": (draw_quality, "quality-agent-cpu.json"),
+    "serving": (draw_serving, "serving-cpu.json"),
+    "simulate": (draw_simulate, "simulate.json"),
+}
+"""What draws each figure, and from which result."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=DRAWN)
+    parser.add_argument("--json", type=Path, help="another result")
+    parser.add_argument("--png", type=Path, help="another file")
+    given = parser.parse_args()
+    draw, result = DRAWN[given.name]
+    path = RESULTS / result if given.json is None else given.json
+    png = FIGURES / f"{given.name}.png" if given.png is None else given.png
+    draw(orjson.loads(path.read_bytes()), png)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Methods of restoring a conversation's KV, measured side by side on models with random weights."""
