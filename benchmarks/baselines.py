@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.similarity_worker import HeterogeneousEstimator
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate
-from krul_backend.attention.similarity_worker import HeterogeneousEstimator
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.strategy.selectors import Evidence, StrategySelector, num_shared_pairs
 from krul_backend.strategy.strategy import Precision, Strategy

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.baselines import ExactEstimator, SampledEstimator
 from benchmarks.estimator_cost import DECODE_ARMS, CostBenchmark, decode_rounds
 from benchmarks.samples import without_samples
+from benchmarks.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.rows import Phase, sample_positions
-from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_sglang.demo import environment
 from krul_sglang.json_file import write_result

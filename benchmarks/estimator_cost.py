@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 from benchmarks.baselines import Estimator, ExactEstimator, SampledEstimator
+from benchmarks.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.rows import Phase, QueryRows, sample_positions
-from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_sglang.engine.capture.query_capture import DECODE_INTERVAL, CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape
 from krul_sglang.learning.reader import CapturedAttention, capture_attention, observed_attention

@@ -32,8 +32,6 @@ DEFAULT_QUERY_MEMORY_SHARE = 0.02
 """Part of a device's memory that ``query_memory = "auto"`` takes."""
 MIN_QUERY_MEMORY = 512 << 20
 
-ESTIMATORS = ("sampled", "heterogeneous")
-
 AUTO = "auto"
 FAST_COPIES = (AUTO, "never")
 
@@ -292,20 +290,12 @@ class KrulConfig:
         "positions. Their KV was computed when the dropped turns were before them, so answers differ from "
         "those of a server that computes the shorter prompt.",
     )
-    estimator: str = _choice(
-        "sampled",
-        ESTIMATORS,
-        'For "krul" and "matching": how attention statistics are computed. "sampled" keeps a few query '
-        'vectors of each turn and reduces them when it ends. "heterogeneous" uses every token, as the Krul '
-        "paper does: prompts in a process of their own, decoded tokens at their step. It needs a server "
-        "without CUDA graphs (--disable-cuda-graph) and slows every step down.",
-    )
     query_rows: int = _option(
         64,
         _whole_number(16, 1024),
         "a whole number from 16 to 1024",
-        'Query vectors that "sampled" keeps of each turn, half of them of the prompt; fewer, down to 16, '
-        "if otherwise query_memory would not do for 96 requests at a time.",
+        "Query vectors that strategies which look at attention keep of each turn, half of them of the prompt; "
+        "fewer, down to 16, if otherwise query_memory would not do for 96 requests at a time.",
     )
     query_memory: int | None = _option(
         None,
@@ -374,11 +364,6 @@ class KrulConfig:
     def is_lossless(self) -> bool:
         """Whether compression loses nothing: what is stored is the KV of the pool, to the bit."""
         return self.strategy == "none" and self.precision == Precision.NATIVE.value
-
-    @property
-    def needs_query_rows(self) -> bool:
-        """Whether the strategy needs query vectors themselves, not attention statistics."""
-        return self.strategy == SUBSPACE
 
     @property
     def needs_attention(self) -> bool:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.baselines import Estimator, ExactEstimator, SampledEstimator
+from benchmarks.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate, sample_positions
-from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
 from tests.support.attention_builders import Sequence, assert_same
 

@@ -54,8 +54,6 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"probe_share": 2}, ("probe_share = 2",)),
         ({"query_rows": 17.5}, ("query_rows = 17.5", "whole number")),
         ({"query_rows": 8}, ("query_rows = 8",)),
-        ({"estimator": "guess"}, ("estimator = 'guess'", "sampled, heterogeneous")),
-        ({"estimator": ["sampled"]}, ("estimator = ['sampled']",)),
         ({"query_memory": 0}, ("query_memory = 0",)),
         ({"endpoint": 7}, ("endpoint = 7", "runtime directory")),
         ({"ssd_dir": ["/mnt"]}, ("ssd_dir = ['/mnt']", "a path")),

@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.attention import similarity_worker
+from benchmarks import similarity_worker
+from benchmarks.similarity_worker import HeterogeneousEstimator, SimilarityWorker
+from benchmarks.worker_process import WorkerGoneError, WorkerProcess, _receive, _send, serve
 from krul_backend.attention.rows import Phase, accumulate
-from krul_backend.attention.similarity_worker import HeterogeneousEstimator, SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess, _receive, _send, serve
 from tests.support.attention_builders import Sequence
 from tests.support.strict_device import StrictDevice
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.device import Device
 from krul_backend.memory import format_bytes
@@ -24,12 +23,10 @@ from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in
 from krul_sglang.engine.attach.start_proof import prove_heads
 from krul_sglang.engine.budget.served_bases import show
 from krul_sglang.engine.cache.runtime import KrulRuntime
-from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape, TurnCapture
 from krul_sglang.engine.common.asking import LatestAnswer
-from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.common.unsupported import NOT_MOVABLE, check_estimator
+from krul_sglang.engine.common.unsupported import NOT_MOVABLE
 from krul_sglang.engine.restore.engine_prefill import EnginePrefill
 from krul_sglang.engine.restore.head_attention import NoHeadsError
 from krul_sglang.engine.restore.head_recompute import HeadRecompute
@@ -54,11 +51,8 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
 
     Raises:
         ConfigError: see ``CapturePlan.fit``.
-        UnsupportedSetupError: an estimator that needs eager forwards on a server with CUDA graphs, or a
-            pool that krul does not know.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 
     modules = sorted(
         (module for module in model_runner.model.modules() if isinstance(module, RadixAttention)),
@@ -74,33 +68,20 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
         scaling=first.scaling,
     )
     req_to_token = model_runner.req_to_token_pool.req_to_token
-    capture: TurnCapture
-    if config.estimator == "sampled" or config.needs_query_rows:
-        plan = CapturePlan.fit(
-            shape,
-            max_requests=req_to_token.shape[0],
-            num_rows=config.query_rows,
-            max_bytes=config.query_memory_bytes(Device.of(req_to_token).memory_bytes),
-        )
-        capture = QueryCapture(shape, plan, device=torch.device(model_runner.device))
-        logger.info(
-            "krul: query rows of up to %d requests at a time, %d rows of %d heads each: %s",
-            plan.num_requests,
-            plan.num_rows,
-            shape.num_query_heads,
-            format_bytes(plan.num_bytes),
-        )
-    else:
-        is_on_gpu = not Device.of(req_to_token).shares_cores
-        check_estimator(config.estimator, runs_graphs=is_on_gpu and not cuda_graph_fully_disabled())
-        capture = EstimatorCapture(
-            shape,
-            SimilarityWorker(),
-            DevicePool(model_runner.token_to_kv_pool).gather_keys,
-            req_to_token,
-            max_requests=req_to_token.shape[0],
-        )
-        logger.info("krul: every token of every request is reduced to attention statistics")
+    plan = CapturePlan.fit(
+        shape,
+        max_requests=req_to_token.shape[0],
+        num_rows=config.query_rows,
+        max_bytes=config.query_memory_bytes(Device.of(req_to_token).memory_bytes),
+    )
+    capture = QueryCapture(shape, plan, device=torch.device(model_runner.device))
+    logger.info(
+        "krul: query rows of up to %d requests at a time, %d rows of %d heads each: %s",
+        plan.num_requests,
+        plan.num_rows,
+        shape.num_query_heads,
+        format_bytes(plan.num_bytes),
+    )
     capture.install(modules)
     return capture
 

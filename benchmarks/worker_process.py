@@ -1,6 +1,6 @@
 """The similarity worker process: what runs in it, its client's end, and what they say to each other.
 
-``python -m krul_backend.attention.worker_process PIPE_FD`` reads jobs from the pipe, whose descriptor it
+``python -m benchmarks.worker_process PIPE_FD`` reads jobs from the pipe, whose descriptor it
 inherits, and answers with their statistics. It ends when the pipe does: when the client closes it, or the
 client's process is gone.
 """
@@ -27,7 +27,7 @@ from krul_backend.attention.statistics import AttentionStatistics
 
 logger = logging.getLogger(__name__)
 
-_IMPORT_ROOT = Path(__file__).parents[2]
+_IMPORT_ROOT = Path(__file__).parents[1]
 _EXIT_TIMEOUT_S = 5.0
 _MAX_HEADER_BYTES = 64 << 10
 

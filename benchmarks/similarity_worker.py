@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.worker_process import WorkerGoneError, WorkerProcess
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.attention.worker_process import WorkerGoneError, WorkerProcess
 from krul_backend.device import Device, Event
 
 logger = logging.getLogger(__name__)
