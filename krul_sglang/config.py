@@ -39,7 +39,7 @@ FAULTS = ("none", "load-error", "load-stall")
 
 PRECISIONS = tuple(precision.value for precision in Precision)
 
-ATTENTION_STRATEGIES = (SUBSPACE, "krul", "matching")
+ATTENTION_STRATEGIES = (SUBSPACE, "krul")
 """Strategies that look at a conversation's own attention."""
 
 
@@ -252,8 +252,8 @@ class KrulConfig:
     gamma: float = _option(
         0.6,
         *_UNIT_INTERVAL,
-        'For "krul" and "matching": a layer may share only if at least this share of its attention goes to '
-        "the first and the last tenth of the tokens that it sees. Lower it if too few layers are shared.",
+        'For "krul": a layer may share only if at least this share of its attention goes to the first and '
+        "the last tenth of the tokens that it sees. Lower it if too few layers are shared.",
     )
     error_budget: float = _option(
         0.01,
@@ -294,8 +294,8 @@ class KrulConfig:
         64,
         _whole_number(16, 1024),
         "a whole number from 16 to 1024",
-        "Query vectors that strategies which look at attention keep of each turn, half of them of the prompt; "
-        "fewer, down to 16, if otherwise query_memory would not do for 96 requests at a time.",
+        'Query vectors that "subspace" and "krul" keep of each turn, half of them of the prompt; fewer, down '
+        "to 16, if otherwise query_memory would not do for 96 requests at a time.",
     )
     query_memory: int | None = _option(
         None,

@@ -10,7 +10,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import RandomSelector, SeededEvidence
+from benchmarks.baselines import FixedSelector, MatchingSelector, RandomSelector, SeededEvidence
 from krul_backend.attention.rows import QueryRows, attention_drawn, attention_rows
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
@@ -18,9 +18,7 @@ from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
 from krul_backend.strategy.selectors import (
-    FixedSelector,
     KrulSelector,
-    MatchingSelector,
     MiniCacheSelector,
     StrategySelector,
     UnsharedSelector,
