@@ -35,8 +35,6 @@ MIN_QUERY_MEMORY = 512 << 20
 AUTO = "auto"
 FAST_COPIES = (AUTO, "never")
 
-FAULTS = ("none", "load-error", "load-stall")
-
 PRECISIONS = tuple(precision.value for precision in Precision)
 
 ATTENTION_STRATEGIES = (SUBSPACE, "krul")
@@ -345,11 +343,6 @@ class KrulConfig:
         "a number that is not negative",
         "For measurements, never for serving: loads into the device pool take as long as through a bus or a "
         "network of so many megabytes (1e6 bytes) per second; 0: as fast as they are.",
-    )
-    fault_injection: str = _choice(
-        "none",
-        FAULTS,
-        "For tests of a deployment, never for serving: let every second load fail, or stop, at some layer.",
     )
 
     cache_dir: str = _option(

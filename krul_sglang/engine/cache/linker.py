@@ -29,7 +29,7 @@ from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, LatestAnswer
 from krul_sglang.engine.common.moved_runs import FindRun, RunIndex
 from krul_sglang.engine.common.step_times import StepTimes, timed
-from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader, Link
+from krul_sglang.engine.restore.loading import LayerWiseLoader, Link
 from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
 from krul_sglang.engine.restore.waiting_leases import WaitingLeases
 from krul_sglang.engine.save.later_encoding import copy_room
@@ -115,14 +115,12 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         identity = self.model.identity
         self.runs = RunIndex(identity.page_size) if runtime.config.truncation_reuse else None
         self.offloader.runs = self.runs
-        faults = FaultInjection(runtime.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
         self.loader = LayerWiseLoader(
             self._store,
             self._pool,
             runtime.gate,
             patience_s=runtime.config.load_timeout,
             link=None if not runtime.config.link_mbs else Link(runtime.config.link_mbs),
-            before_layer=faults.before_layer,
         )
         self._restore_path: RestorePath | None = None
         self.asking = AskingThread(DaemonPatience(), trial=self._store.stats)

@@ -17,7 +17,6 @@ import torch
 
 from krul_backend.errors import KrulError
 from krul_backend.store.interface import KVStore
-from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
@@ -30,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 MAX_STAGED_BYTES = 128 << 20
 """Of tails that are copied to the device while the forward before them runs."""
-
-_STALL_S = 6.0
-"""Of an injected fault: longer than any load is waited for in tests."""
 
 
 @dataclass
@@ -68,32 +64,6 @@ class LayerWaits:
         batch = self.batches.get(self.consumer_index)
         if batch is not None:
             batch.wait_layer(layer)
-
-
-class FaultInjection:
-    """Lets every second load fail, or stop for longer than its deadline, at changing layers.
-
-    Ranks take turns: what fails on one of them works on the others.
-    """
-
-    def __init__(self, config: KrulConfig, rank: int, num_ranks: int, num_layers: int) -> None:
-        self._fault = config.fault_injection
-        self._stall_s = _STALL_S if config.load_timeout is None else 3 * config.load_timeout
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._num_layers = num_layers
-        if self._fault != "none":
-            logger.warning("krul: faults are injected on purpose (fault_injection = %r)", self._fault)
-
-    def before_layer(self, index: int, layer: int) -> None:
-        """Raises or waits at one layer of batch ``index``; see the class."""
-        number, is_spared = divmod(index, 2)
-        if is_spared or number % self._num_ranks != self._rank or layer != number % self._num_layers:
-            return
-        if self._fault == "load-error":
-            raise OSError(f"injected at layer {layer} of load {index}")
-        if self._fault == "load-stall":
-            time.sleep(self._stall_s)
 
 
 class Link:
