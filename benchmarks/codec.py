@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.quality.model import load_model
 from krul_backend.attention.rows import attention_drawn, sample_positions
-from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
+from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.coefficients.compiled import Levels, Scales, Shifts
 from krul_backend.codec.coefficients.scales import (
     ESCAPE,
@@ -67,9 +67,7 @@ def falling_levels(
     return levels, base_scales(magnitudes, 1.0), shifts
 
 
-def row(
-    coder: CoefficientCoder, levels: Levels, scales: Scales, shifts: Shifts, repeats: int
-) -> dict[str, Any]:
+def row(coder: RansCoder, levels: Levels, scales: Scales, shifts: Shifts, repeats: int) -> dict[str, Any]:
     """Medians of one coder in millions of levels per second, on the thread that calls.
 
     ``entropy_bits`` is the ideal length by the tables of the scales; both lengths are bits per level,
@@ -85,9 +83,9 @@ def row(
     decode(values)
     decode(out)
     if not np.array_equal(out, levels):
-        raise RuntimeError(f"{coder.name} does not decode what it encoded")
+        raise RuntimeError("the coder does not decode what it encoded")
     return {
-        "coder": coder.name,
+        "coder": "rans",
         "num_tokens": levels.shape[0],
         "num_coefficients": levels.shape[1],
         "encode_mlevels_s": levels.size
@@ -136,9 +134,9 @@ def codec_rows(
     history = reader.read_history(ids)
     num_tokens, shape = len(ids), bases.shape
     pool_bytes = num_tokens * bases.num_layers * (shape.k_token_bytes + shape.v_token_bytes)
-    codec = SubspaceCodec(bases, reader.rotary, (RansCoder(), FixedWidthCoder()))
+    codec = SubspaceCodec(bases, reader.rotary)
     rows = []
-    for limit, coder in product(LIMITS, (RansCoder.name, FixedWidthCoder.name)):
+    for limit in LIMITS:
         encode = partial(
             codec.encode,
             history.layers.__getitem__,
@@ -146,14 +144,13 @@ def codec_rows(
             num_tokens=num_tokens,
             attention=history.attention,
             max_damage=limit,
-            coder=coder,
         )
         encoded = encode()
         decoder = codec.open(encoded.params, start_token=0, num_tokens=num_tokens)
         decode = partial(decoder.decode_all, encoded.blocks)
         rows.append(
             {
-                "coder": coder,
+                "coder": "rans",
                 "limit": limit,
                 "num_tokens": num_tokens,
                 "ratio": pool_bytes / encoded.num_bytes,
@@ -175,7 +172,7 @@ def phase_rows(
     search for the step. ``attention_ms`` is what comes before: the attention that the turn's tokens draw from
     64 of its queries. ``rest_share_with_attention`` counts it, too.
     """
-    codec, rows = SubspaceCodec(bases, rotary, (RansCoder(),)), []
+    codec, rows = SubspaceCodec(bases, rotary), []
     for num_tokens, limit in product((100, len(ids)), LIMITS):
         captured = capture_attention(model, ids[:num_tokens])
         layers = [pooled(kv) for kv in captured.layers]
@@ -199,9 +196,7 @@ def phase_rows(
                 place: dict[str, Any] = {"start_token": 0, "num_tokens": num_tokens, "attention": attention}
                 started = time.thread_time()
                 sample = codec.sample(layers.__getitem__, **place)
-                codec.encode(
-                    layers.__getitem__, **place, max_damage=limit, coder=RansCoder.name, sample=sample
-                )
+                codec.encode(layers.__getitem__, **place, max_damage=limit, sample=sample)
                 whole = time.thread_time() - started
             of_phase = {f"{phase}_ms": sum(parts) for phase, parts in seconds.items()}
             samples.append({"encode_ms": whole, **of_phase, "attention_ms": started - began})
@@ -273,10 +268,9 @@ def main(
     coders = []
     for largest, smallest in MAGNITUDES:
         levels, scales, shifts = falling_levels(tokens, coefficients, largest, smallest)
-        for coder in (RansCoder(), FixedWidthCoder()):
-            result = {"largest_magnitude": largest, "smallest_magnitude": smallest}
-            coders.append(result | row(coder, levels, scales, shifts, repeats))
-            typer.echo("  ".join(f"{key} {_short(value)}" for key, value in coders[-1].items()))
+        result = {"largest_magnitude": largest, "smallest_magnitude": smallest}
+        coders.append(result | row(RansCoder(), levels, scales, shifts, repeats))
+        typer.echo("  ".join(f"{key} {_short(value)}" for key, value in coders[-1].items()))
     write_summary(
         {
             **about_run(("numpy", "numba", "torch")),

@@ -17,7 +17,6 @@ from benchmarks.quality.model import HistoryModel, load_model
 from benchmarks.quality.protocol import PAGE_SIZE, Played, Protocol
 from benchmarks.quality.result import row, summarize
 from benchmarks.variants import make_variant
-from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
@@ -46,9 +45,8 @@ def run(configuration: Configuration) -> dict[str, Any]:
     rotary = rotary_table(model.model, model.model.config.max_position_embeddings)
     codec = SegmentCodec(model.shape, model.num_layers, rotary)
     bases = _bases(configuration, tokenizer, model)
-    coders = (RansCoder(), FixedWidthCoder())
     methods = configuration.selected(
-        [*all_methods(codec, configuration.gamma), *subspace_methods(SubspaceCodec(bases, rotary, coders))]
+        [*all_methods(codec, configuration.gamma), *subspace_methods(SubspaceCodec(bases, rotary))]
     )
     protocol = Protocol(model, configuration.rows_per_turn)
     conversations = list(configuration.conversations(tokenizer))

@@ -13,7 +13,6 @@ from torch import Tensor
 from benchmarks.baselines import FixedSelector, MatchingSelector, RandomSelector, SeededEvidence
 from krul_backend.attention.rows import QueryRows, attention_drawn, attention_rows
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
@@ -149,8 +148,6 @@ def _selectors(gamma: float, layer_ratio: float) -> dict[str, StrategySelector]:
 LIMITS = (0.001, 0.003, 0.01, 0.03, 0.1)
 """Nats per predicted token."""
 
-FIXED_WIDTH_LIMIT = 0.01
-
 
 @dataclass(frozen=True)
 class Subspace(Method):
@@ -164,7 +161,6 @@ class Subspace(Method):
     name: str
     codec: SubspaceCodec = field(repr=False)
     limit: float
-    coder: str
     family: str = "subspace"
 
     def start(self) -> StoreTurn:
@@ -185,7 +181,6 @@ class Subspace(Method):
             num_tokens=num_tokens,
             attention=attention,
             max_damage=max_damage,
-            coder=self.coder,
         )
         decoder = self.codec.open(encoded.params, start_token=start, num_tokens=num_tokens)
         decoded = decoder.decode_all(encoded.blocks)
@@ -196,17 +191,8 @@ class Subspace(Method):
 
 
 def subspace_methods(codec: SubspaceCodec) -> list[Subspace]:
-    """One row for each limit, and one with the coder that decodes faster."""
-    return [
-        *(Subspace(f"subspace {limit}", codec, limit, RansCoder.name) for limit in LIMITS),
-        Subspace(
-            f"subspace {FIXED_WIDTH_LIMIT} fixed",
-            codec,
-            FIXED_WIDTH_LIMIT,
-            FixedWidthCoder.name,
-            "subspace fixed",
-        ),
-    ]
+    """One row for each limit."""
+    return [Subspace(f"subspace {limit}", codec, limit) for limit in LIMITS]
 
 
 def accumulated_attention(

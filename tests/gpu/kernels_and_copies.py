@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.restore.__main__ import run as run_benchmark
 from benchmarks.restore.configuration import Configuration, TierSpec
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.restore import GroupTarget, begin_group, can_fuse, restore_layer
 from krul_backend.codec.segment_codec import UnitBlocks
@@ -148,7 +147,7 @@ def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
     shape = LayerShape(8, 128, 128, torch.bfloat16)
     layers_of_group = 1 if setting.is_dry else 5
     bases = make_bases(shape, [layers_of_group], rank=rank, decay=0.005 ** (1 / rank))
-    codec = SubspaceCodec(bases.to(torch.device(setting.device)), rotary_table(128, 8192), [RansCoder()])
+    codec = SubspaceCodec(bases.to(torch.device(setting.device)), rotary_table(128, 8192))
     device, rows = setting.on_device, []
     for num_segments, num_tokens in settings:
         decoder, block = encode_drawn(codec, num_tokens, device)
@@ -238,7 +237,7 @@ def restoring_waits_for_nothing(setting: Setting) -> str:
     )
     slots = torch.arange(500, device=setting.device)
     bases = make_bases(shape, [1]).to(torch.device(setting.device))
-    codec = SubspaceCodec(bases, rotary_table(128), [RansCoder()])
+    codec = SubspaceCodec(bases, rotary_table(128))
     decoder_of_group, block = encode_drawn(codec, 500, setting.on_device)
 
     def restore() -> None:

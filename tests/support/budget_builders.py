@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from krul_backend.attention.rows import QueryRows
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.codec.subspace.codec import SubspaceCodec
@@ -83,7 +82,7 @@ class BudgetedServer:
         self.store = make_store(1 << 22)
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), PATIENCE_S)
         self.provenance = KvProvenance(NUM_SLOTS, self.pool.streams, self.loader.batch)
-        self.subspace = SubspaceCodec(BASES, ROTARY, [RansCoder()])
+        self.subspace = SubspaceCodec(BASES, ROTARY)
         self.bases = ServedBases(TextDrift("m", 0))
         self.codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY)
         if has_bases:

@@ -317,14 +317,3 @@ def test_any_shape_and_any_range(data: st.DataObject) -> None:
         head_tokens=data.draw(st.integers(0, 50), "head"),
     )
     check_group(case, begin, CPU)
-
-
-def test_fixed_widths_are_decoded_on_the_host() -> None:
-    case = GroupCase(FP32, 6, coder="fixed-width", num_tokens=70)
-
-    def begin_on_host(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
-        begun = begin_group(targets, device)
-        assert not isinstance(begun, TritonGroupRestore)
-        return begun
-
-    check_group(case, begin_on_host, CPU)

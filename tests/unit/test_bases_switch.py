@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.segment_codec import MOST_BASES, SegmentCodec
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
@@ -123,7 +122,7 @@ def variant(factor: float) -> SubspaceCodec:
         )
         for basis in make_bases(SHAPE, [2, 2]).groups
     )
-    return SubspaceCodec(ModelBases(SHAPE, tuple(groups), factor), ROTARY, [RansCoder()])
+    return SubspaceCodec(ModelBases(SHAPE, tuple(groups), factor), ROTARY)
 
 
 def bring(server: BudgetedServer, subspace: SubspaceCodec) -> None:
@@ -179,9 +178,7 @@ def test_bases_that_are_held_no_more_are_freed_with_the_decoders_that_used_them(
     first = variant(1.0)
     codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY, subspace=first)
     layers = make_layers(BASES, 8, ROTARY)
-    encoded = first.encode(
-        layers.__getitem__, start_token=0, num_tokens=8, attention=None, max_damage=1.0, coder="rans"
-    )
+    encoded = first.encode(layers.__getitem__, start_token=0, num_tokens=8, attention=None, max_damage=1.0)
     codec.open(encoded.params, start_token=0, num_tokens=8)
     bases = weakref.ref(first.bases)
     for number in range(MOST_BASES):
@@ -199,7 +196,7 @@ def test_bases_that_are_held_no_more_are_freed_with_the_decoders_that_used_them(
 def store_in_other_bases(server: BudgetedServer) -> SubspaceCodec:
     """A conversation of this server is stored by another one, which has other bases. Returns these."""
     mine, codec = server.bases.subspace, server.codec
-    other = SubspaceCodec(make_bases(SHAPE, [2, 2], damage_factor=1.5), ROTARY, [RansCoder()])
+    other = SubspaceCodec(make_bases(SHAPE, [2, 2], damage_factor=1.5), ROTARY)
     server.codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY, subspace=other)
     server.bases.have(other, "another server's")
     server.decide_by(server.make_budget(LIMIT))

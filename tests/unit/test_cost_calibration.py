@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.restore import GroupRestore
 from krul_backend.codec.segment_codec import SegmentCodec
@@ -149,7 +148,7 @@ def test_units_in_use_follow_the_strategy() -> None:
 def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock by which every restore takes 3 s, of which the copies of two groups take 1 s each."""
     engine, written = FakeEngine(1e-6), list[torch.Tensor]()
-    subspace = SubspaceCodec(make_bases(SHAPE, [1, 1], rank=4), None, [RansCoder()])
+    subspace = SubspaceCodec(make_bases(SHAPE, [1, 1], rank=4), None)
     write = GroupRestore.write
 
     def timed(device: Device, run: Callable[[], object]) -> float:
@@ -163,7 +162,7 @@ def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatc
     before = engine.pool.copy()
     monkeypatch.setattr(cost_calibration, "timed", timed)
     monkeypatch.setattr(GroupRestore, "write", write_and_keep)
-    costs = engine.calibration().group_costs(subspace, TierCost(1.0, 0.0))
+    group_s = engine.calibration().group_s(subspace, TierCost(1.0, 0.0))
     assert len(written) == cost_calibration._REPEATS * NUM_LAYERS
     num_tokens = min(cost_calibration._DECODED_TOKENS, NUM_SLOTS // 2)
     # All groups of the model are decoded each time.
@@ -173,7 +172,7 @@ def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatc
     for now, old in zip(engine.pool.copy(), before, strict=True):
         assert torch.equal(now.k, old.k)
         assert torch.equal(now.v, old.v)
-    assert costs == {"rans": 1.0 / num_tokens / NUM_LAYERS}
+    assert group_s == 1.0 / num_tokens / NUM_LAYERS
 
 
 def test_loads_are_measured_as_restores_copy() -> None:

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.restore import GroupRestore
 from krul_backend.codec.segment_codec import SegmentCodec
@@ -50,7 +49,7 @@ PAGE_KEYS = [f"page-{page}" for page in range(END // PAGE_SIZE)]
 MODEL = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 8, 4, PAGE_SIZE, 0, 1)
 TABLE = rotary_table(SHAPE.k_head_dim)
 BASES = make_bases(SHAPE, [len(group) for group in GROUPS])
-SUBSPACES = SubspaceCodec(BASES, TABLE, [RansCoder()])
+SUBSPACES = SubspaceCodec(BASES, TABLE)
 CODEC = SegmentCodec(SHAPE, NUM_LAYERS, TABLE, subspace=SUBSPACES)
 LAYERS = make_layers(BASES, END, TABLE)
 Heads = tuple[int, ...]
@@ -74,7 +73,6 @@ def stored_in_groups(start: int, end: int, head_ends: Heads = NO_HEADS) -> Store
         num_tokens=end - start,
         attention=None,
         max_damage=0.1,
-        coder=RansCoder.name,
     )
     layout = SUBSPACES.open(encoded.params, start_token=start, num_tokens=end - start)
     first_token = layout.kept_from(head_ends)

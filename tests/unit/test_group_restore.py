@@ -18,19 +18,16 @@ CPU = Device(torch.device("cpu"))
 SHAPE = LayerShape(2, 16, 8, torch.float32)
 
 
-@pytest.mark.parametrize("coder", ["rans", "fixed-width"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_on_the_cpu_rows_are_decoded_and_copied(dtype: torch.dtype, coder: str) -> None:
+def test_on_the_cpu_rows_are_decoded_and_copied(dtype: torch.dtype) -> None:
     shape = LayerShape(2, 16, 8, dtype)
-    case = GroupCase(
-        shape, coder=coder, rotary_dim=16, num_tokens=200, first_token=70, end_token=190, head_tokens=20
-    )
+    case = GroupCase(shape, rotary_dim=16, num_tokens=200, first_token=70, end_token=190, head_tokens=20)
     check_group(case, begin_group, CPU)
-    check_group(GroupCase(shape, coder=coder, num_first_tokens=3), begin_group, CPU)
+    check_group(GroupCase(shape, num_first_tokens=3), begin_group, CPU)
 
 
 def test_a_cpu_runs_no_kernels() -> None:
-    assert not can_fuse_groups(SHAPE, "rans", CPU)
+    assert not can_fuse_groups(SHAPE, CPU)
 
 
 def test_a_tail_is_made_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

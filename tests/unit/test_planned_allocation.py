@@ -67,7 +67,7 @@ def allocation_of(
     ("stored_as", "layer_token_bytes", "last_use", "decode_token_s"),
     [
         (KINDS["slerp-int4"], (4.0, 3.0, 3.0, 1.0), (3, 1, 2, 3), (0.5, 0.0, 0.0, 0.5)),
-        (LayerGroups((3, 4), "rans"), (6.0, 0.0, 0.0, 2.0), (2, 1, 2, 3), (0.0, 0.0, 0.75, 0.25)),
+        (LayerGroups((3, 4)), (6.0, 0.0, 0.0, 2.0), (2, 1, 2, 3), (0.0, 0.0, 0.75, 0.25)),
     ],
 )
 def test_an_allocation_plans_the_return_of_the_whole_conversation(
@@ -77,7 +77,7 @@ def test_an_allocation_plans_the_return_of_the_whole_conversation(
     decode_token_s: tuple[float, ...],
 ) -> None:
     planner = HeadsPlanner(lambda problem: (16, 8, 8, 0))
-    decode_costs = DecodeCosts({}, {Precision.INT4: 0.5}, {"rans": 0.25})
+    decode_costs = DecodeCosts({}, {Precision.INT4: 0.5}, 0.25)
     heads = allocation_of(planner, decode_costs=decode_costs).head_ends(
         40, Planned(stored_as, layer_token_bytes, last_use)
     )
@@ -148,16 +148,11 @@ def test_a_pair_that_was_not_measured_costs_more_than_its_layers() -> None:
 
 def test_the_last_layer_of_a_group_pays_for_all_of_them() -> None:
     """A group is decoded at once, from the shortest head on, which is that of its last layer."""
-    costs = DecodeCosts({Precision.NATIVE: 9.0}, {}, {"rans": 2.0, "fixed-width": 1.0})
-    assert costs.token_s(LayerGroups((3, 4, 6), "rans")) == (0.0, 0.0, 6.0, 2.0, 0.0, 4.0)
-    assert costs.token_s(LayerGroups((1, 4), "fixed-width")) == (1.0, 0.0, 0.0, 3.0)
-
-
-def test_a_coder_that_was_not_measured_costs_as_much_as_the_slowest() -> None:
-    costs = DecodeCosts({Precision.NATIVE: 9.0}, {}, {"rans": 2.0, "fixed-width": 1.0})
-    assert costs.token_s(LayerGroups((2,), "other")) == (0.0, 4.0)
+    costs = DecodeCosts({Precision.NATIVE: 9.0}, {}, 2.0)
+    assert costs.token_s(LayerGroups((3, 4, 6))) == (0.0, 0.0, 6.0, 2.0, 0.0, 4.0)
+    assert costs.token_s(LayerGroups((1, 4))) == (2.0, 0.0, 0.0, 6.0)
 
 
 def test_without_any_measurement_decoding_is_free() -> None:
     assert NO_DECODING.token_s(Strategy.from_pairs(2, [(0, 1)], Precision.INT4)) == (0.0, 0.0)
-    assert NO_DECODING.token_s(LayerGroups((2,), "rans")) == (0.0, 0.0)
+    assert NO_DECODING.token_s(LayerGroups((2,))) == (0.0, 0.0)

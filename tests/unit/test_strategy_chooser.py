@@ -121,7 +121,7 @@ def test_turns_are_counted_by_how_they_are_stored() -> None:
     counters = ChoiceCounters()
     counters.add(SHARED)
     counters.add(Strategy.from_pairs(3, [], [Precision.NATIVE, Precision.INT4, Precision.INT4]))
-    counters.add(LayerGroups((2, 3), "rans"))
+    counters.add(LayerGroups((2, 3)))
     # It may turn out to be native when it is encoded.
     assert counters.as_dict()["subspace_turns"] == 0
     counters.note_encoded(SUBSPACE)

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.segment_codec import SegmentDecoder, UnitBlocks
 from krul_backend.codec.shared_pair import SharedPair
@@ -142,7 +141,7 @@ class GroupRestore:
 
 
 def begin_group(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
-    """Begin to decode tails of one group, of the same bases and the same coder, for a pool on ``device``.
+    """Begin to decode tails of one group, of the same bases, for a pool on ``device``.
 
     Where ``can_fuse_groups`` holds, their blocks are copied to the device and decoded there, on the current
     stream, and this returns at once: the blocks must not change until that has run.
@@ -151,7 +150,7 @@ def begin_group(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
         CodecError: see ``GroupRestore``.
     """
     tail = targets[0].tail
-    if can_fuse_groups(tail.transform.shape, tail.coder.name, device):
+    if can_fuse_groups(tail.transform.shape, device):
         from krul_backend.codec.triton_group_restore import TritonGroupRestore
 
         return TritonGroupRestore(targets, device)
@@ -176,12 +175,12 @@ def _wanted(targets: Sequence[GroupTarget], layer: int, rows: slice) -> list[sli
     return runs
 
 
-def can_fuse_groups(shape: LayerShape, coder: str, device: Device) -> bool:
-    """Return whether kernels decode tails of this coder for pools of this shape on ``device``.
+def can_fuse_groups(shape: LayerShape, device: Device) -> bool:
+    """Return whether kernels decode tails for pools of this shape on ``device``.
 
-    They do not on a CPU, if elements of the pool are not bf16, fp16 or fp32, or for a coder other than rANS.
+    They do not on a CPU, or if elements of the pool are not bf16, fp16 or fp32.
     """
-    return device.runs_triton and shape.dtype in _FUSED_DTYPES and coder == RansCoder.name
+    return device.runs_triton and shape.dtype in _FUSED_DTYPES
 
 
 def _check_slots(num_tokens: int, slots: torch.Tensor) -> None:

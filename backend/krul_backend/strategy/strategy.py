@@ -157,13 +157,12 @@ SUBSPACE = "subspace"
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """Groups of consecutive layers that share a subspace; ``coder`` writes their coefficients.
+    """Groups of consecutive layers that share a subspace.
 
     ``ends``: for each group its last layer, plus one.
     """
 
     ends: tuple[int, ...]
-    coder: str
 
     @property
     def groups(self) -> tuple[range, ...]:

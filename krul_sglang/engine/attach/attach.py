@@ -112,9 +112,8 @@ def attach_restore(
     decode_costs = calibration.decode_costs(linker.codec, units, costs.tiers[DRAM_TIER])
 
     def make_ready(subspace: SubspaceCodec, is_older: bool = False) -> None:
-        is_measured = is_older and bool(decode_costs.group_s)
-        if not is_measured:
-            decode_costs.group_s = calibration.group_costs(subspace, costs.tiers[DRAM_TIER])
+        if not is_older or decode_costs.group_s is None:
+            decode_costs.group_s = calibration.group_s(subspace, costs.tiers[DRAM_TIER])
         linker.codec.add_subspace(subspace, is_older=is_older)
         rank = runtime.model.identity.tp_rank
         show("bases_held", "Different bases in which segments can be decoded.", linker.codec.num_bases, rank)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.restore import (
     GroupTarget,
@@ -190,13 +189,13 @@ class CostCalibration:
             (single_s if len(unit) == 1 else pair_s)[precision] = beyond_s
         return DecodeCosts(single_s, pair_s)
 
-    def group_costs(self, subspace: SubspaceCodec, tier: TierCost) -> dict[str, float]:
-        """Seconds per token and layer to decode groups, beyond those of ``tier``, by coder: of KV like that
-        which the bases were learned from."""
+    def group_s(self, subspace: SubspaceCodec, tier: TierCost) -> float:
+        """Seconds per token and layer to decode groups, beyond those of ``tier``: of KV like that which the
+        bases were learned from."""
         num_tokens = self._num_decoded
         sizes, seconds = self._restore_groups_s(subspace, num_tokens)
         beyond_s = max(0.0, seconds - sum(map(tier.load_s, sizes)))
-        return {RansCoder.name: beyond_s / num_tokens / self._pool.num_layers}
+        return beyond_s / num_tokens / self._pool.num_layers
 
     def _restore_groups_s(self, subspace: SubspaceCodec, num_tokens: int) -> tuple[list[int], float]:
         """Bytes of each group of KV like that which the bases were learned from, and seconds to restore all.
@@ -210,7 +209,6 @@ class CostCalibration:
             num_tokens=num_tokens,
             attention=None,
             max_damage=_DECODED_DAMAGE,
-            coder=RansCoder.name,
         )
         decoder = subspace.open(encoded.params, start_token=0, num_tokens=num_tokens)
         # Page-locked, as the arena is.

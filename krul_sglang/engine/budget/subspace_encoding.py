@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
@@ -61,7 +60,7 @@ class SubspaceEncoding(TurnEncoding):
         exact: LayerEncoding,
     ) -> None:
         self.exact: LayerEncoding = exact
-        self.stored_as = codec.bases.layer_groups(RansCoder.name)
+        self.stored_as = codec.bases.layer_groups
         self._groups = groups = self.stored_as.groups
         self.last_use = tuple(
             group[-1] if layer == group[0] else layer for group in groups for layer in group
@@ -110,7 +109,6 @@ class SubspaceEncoding(TurnEncoding):
                     num_tokens=run.num_tokens,
                     attention=limit.attention,
                     max_damage=aim,
-                    coder=RansCoder.name,
                     carried_damage=limit.carried,
                     before_group=pause,
                     sample=limit.sample,

@@ -38,19 +38,19 @@ class DecodeCosts:
     """Tells what decoding costs: seconds per token and layer, beyond what copying the bytes costs.
 
     ``single_s``: of layers on their own, by precision; ``pair_s``: of layers in a pair; ``group_s``: of
-    layers in a group that shares a subspace, by coder. A kind that was not measured takes the cost of one
-    that was.
+    layers in a group that shares a subspace, None if it was not measured, which counts as nothing. A
+    precision that was not measured takes the cost of one that was.
     """
 
     def __init__(
         self,
         single_s: Mapping[Precision, float],
         pair_s: Mapping[Precision, float],
-        group_s: Mapping[str, float] | None = None,
+        group_s: float | None = None,
     ) -> None:
         self.single_s = dict(single_s)
         self.pair_s = dict(pair_s)
-        self.group_s = dict(group_s or {})
+        self.group_s = group_s
 
     def token_s(self, stored_as: StoredAs) -> tuple[float, ...]:
         """``[L]``, for every layer of a segment.
@@ -59,7 +59,7 @@ class DecodeCosts:
         charged for all of them.
         """
         if isinstance(stored_as, LayerGroups):
-            layer_s = self.group_s.get(stored_as.coder, max(self.group_s.values(), default=0.0))
+            layer_s = self.group_s or 0.0
             return tuple(
                 len(group) * layer_s if layer == group[-1] else 0.0
                 for group in stored_as.groups

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from krul_backend.codec.coefficients.coders import CoefficientCoder
+from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
 from krul_backend.codec.coefficients.scales import base_scales, scales_of
 from krul_backend.codec.layout import LayerKV, empty_kv
@@ -31,12 +31,12 @@ class SubspaceDecoder(SegmentLayout):
         self,
         bases: ModelBases,
         transforms: Sequence[GroupTransform],
-        coder: CoefficientCoder,
+        coder: RansCoder,
         parameters: SubspaceParameters,
         segment: SegmentTokens,
     ) -> None:
         super().__init__(bases.num_layers, segment.start_token, segment.num_tokens, RECORD_TOKENS)
-        self.stored_as = bases.layer_groups(coder.name)
+        self.stored_as = bases.layer_groups
         self.damage = parameters.damage
         self.shape = bases.shape
         self.bases_digest = parameters.bases_digest
