@@ -11,7 +11,7 @@ import torch
 from benchmarks.similarity_worker import HeterogeneousEstimator
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.strategy.selectors import Evidence, KrulSelector, StrategySelector, num_shared_pairs
+from krul_backend.codec.pairs.selectors import Evidence, KrulSelector, StrategySelector, num_shared_pairs
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 

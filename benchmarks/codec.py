@@ -22,13 +22,15 @@ from transformers import AutoTokenizer
 from benchmarks.quality.model import load_model
 from krul_backend.attention.rows import attention_drawn, sample_positions
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.coefficients.compiled import Levels, Scales, Shifts
 from krul_backend.codec.coefficients.scales import (
     ESCAPE,
     NUM_SCALES,
     PROBABILITY_BITS,
     ROUNDING,
     SYMBOLS,
+    Levels,
+    Scales,
+    Shifts,
     alphabets,
     base_scales,
 )

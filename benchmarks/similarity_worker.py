@@ -210,7 +210,8 @@ class SimilarityWorker:
 
 def _keys_shape(rows: QueryRows, layer_keys: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     """``[L, T, Hkv, D]``: the keys of the tokens that the rows see."""
-    return (rows.num_layers, rows.num_visible_tokens(), *layer_keys.shape[1:]), layer_keys.dtype
+    num_visible = int(rows.positions.max()) + 1 if rows.num_rows else 0
+    return (rows.num_layers, num_visible, *layer_keys.shape[1:]), layer_keys.dtype
 
 
 class HeterogeneousEstimator:

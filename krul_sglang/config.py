@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from krul_backend.codec.pairs.selectors import SELECTORS
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
 from krul_backend.planner.planners import PLANNERS
-from krul_backend.strategy.selectors import SELECTORS
 from krul_backend.strategy.strategy import SUBSPACE, Precision
 from krul_backend.tiers.common.eviction import POLICIES
 
@@ -35,7 +35,8 @@ MIN_QUERY_MEMORY = 512 << 20
 AUTO = "auto"
 FAST_COPIES = (AUTO, "never")
 
-PRECISIONS = tuple(precision.value for precision in Precision)
+PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT2)
+"""int8 loses next to nothing without bases, int4 little. Two bits ruin answers: they are there to compare."""
 
 ATTENTION_STRATEGIES = (SUBSPACE, "krul")
 """Strategies that look at a conversation's own attention."""

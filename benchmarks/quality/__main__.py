@@ -17,7 +17,7 @@ from benchmarks.quality.model import HistoryModel, load_model
 from benchmarks.quality.protocol import PAGE_SIZE, Played, Protocol
 from benchmarks.quality.result import row, summarize
 from benchmarks.variants import make_variant
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import KrulError
@@ -43,7 +43,7 @@ def run(configuration: Configuration) -> dict[str, Any]:
     tokenizer: Any = AutoTokenizer.from_pretrained(configuration.model)
     model = _model(configuration)
     rotary = rotary_table(model.model, model.model.config.max_position_embeddings)
-    codec = SegmentCodec(model.shape, model.num_layers, rotary)
+    codec = ModelCodecs(model.shape, model.num_layers, rotary)
     bases = _bases(configuration, tokenizer, model)
     methods = configuration.selected(
         [*all_methods(codec, configuration.gamma), *subspace_methods(SubspaceCodec(bases, rotary))]

@@ -13,15 +13,17 @@ from torch import Tensor
 from benchmarks.baselines import FixedSelector, MatchingSelector, RandomSelector, SeededEvidence
 from krul_backend.attention.rows import QueryRows, attention_drawn, attention_rows
 from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
-from krul_backend.strategy.selectors import (
+from krul_backend.codec.pairs.selectors import (
     KrulSelector,
     MiniCacheSelector,
     StrategySelector,
     UnsharedSelector,
 )
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
+from krul_backend.codec.units import UnitPlan
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 LAYER_RATIOS = (0.25, 0.5)
@@ -85,7 +87,7 @@ class Compression(Method):
 
     name: str
     family: str
-    codec: SegmentCodec = field(repr=False)
+    codec: ModelCodecs = field(repr=False)
     selector: StrategySelector = field(repr=False)
     precision: Precision
     layer_ratio: float = 0.0
@@ -99,12 +101,10 @@ class Compression(Method):
         chosen = self.selector.select(evidence)
         strategy = Strategy.from_pairs(num_layers, chosen.pairs, self.precision)
         start, num_tokens = turn.start_token, len(segment[0].k)
-        encoding = self.codec.prepare(strategy, segment.__getitem__, start_token=start, num_tokens=num_tokens)
-        blocks: dict[int, Tensor] = {}
-        for unit in strategy.units:
-            encoded = self.codec.encode_unit(encoding, unit, [segment[layer] for layer in unit])
-            blocks |= dict(zip(unit, encoded, strict=True))
-        decoder = self.codec.open_units(encoding.params, start_token=start, num_tokens=num_tokens)
+        run = TokenRun(segment.__getitem__, start, num_tokens)
+        encoding = self.codec.of(strategy).encode(run, UnitPlan(strategy))
+        blocks: dict[int, Tensor] = dict(encoding.blocks)
+        decoder = self.codec.of(strategy).open(encoding.params, start_token=start, num_tokens=num_tokens)
         decoded = tuple(decoder.decode(layer, blocks, 0, num_tokens) for layer in range(num_layers))
         return Stored(decoded, sum(block.numel() for block in blocks.values()), strategy.pairs)
 
@@ -119,7 +119,7 @@ class Eviction:
     family: str = "h2o"
 
 
-def all_methods(codec: SegmentCodec, gamma: float) -> list[Method | Eviction]:
+def all_methods(codec: ModelCodecs, gamma: float) -> list[Method | Eviction]:
     """All rows; ``codec`` is the model's, ``gamma`` the I-R threshold of Algorithm 1."""
     alone = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
     names = {each: "full" if each is Precision.NATIVE else each.value for each in alone}

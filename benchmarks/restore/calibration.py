@@ -12,7 +12,7 @@ import torch
 from benchmarks.restore.restorer import Marks, Restorer, Turn
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
-from krul_backend.codec.restore import restore_layer
+from krul_backend.codec.unit_restore import restore_layer
 
 ComputeSample = tuple[int, int, float]
 """Tokens, tokens before them, seconds of one layer."""

@@ -13,7 +13,7 @@ import torch
 from benchmarks.restore.model import Decoder, KVPool
 from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
-from krul_backend.codec.restore import restore_layer
+from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.device import Device, Event
 from krul_backend.planner.interface import RestorePlan
 

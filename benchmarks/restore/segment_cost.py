@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -17,8 +18,10 @@ import torch
 from benchmarks.restore.configuration import RestoreBenchmarkError, WrongRestoreError
 from benchmarks.restore.model import SHAPES, KVPool, scattered_slots
 from benchmarks.restore.setting import spread
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.units import UnitPlan
 from krul_backend.device import Device
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import ComputeCost, RestoreCosts, RestorePlan, TierCost
@@ -131,7 +134,7 @@ class _Bench:
         self._shape, self._num_tokens, self._configuration = shape, num_tokens, configuration
         self._num_layers = model.num_layers
         self._num_bytes = num_tokens * model.kv_token_bytes(kv_shape.dtype)
-        self._codec = SegmentCodec(kv_shape, model.num_layers, None)
+        self._codec = ModelCodecs(kv_shape, model.num_layers, None)
         self._identity = ModelIdentity(
             name, "bench", dtype, model.num_layers, model.num_kv_heads, model.head_dim, model.head_dim,
             _PAGE_SIZE, 0, 1,
@@ -192,17 +195,11 @@ class _Bench:
         strategy = Strategy.from_pairs(self._num_layers)
         ends = [self._num_tokens * number // num_segments for number in range(num_segments + 1)]
         for first, end in pairwise(ends):
-            encoding = self._codec.prepare(
-                strategy,
-                lambda layer, tokens=slice(first, end): self._kv(layer, tokens),  # type: ignore[misc]
-                start_token=first,
-                num_tokens=end - first,
-            )
+            read = partial(self._kv, tokens=slice(first, end))
+            encoding = self._codec.native.encode(TokenRun(read, first, end - first), UnitPlan(strategy))
             reservation = self._store.reserve(encoding.layer_num_bytes)
             assert reservation is not None
-            for layer in range(self._num_layers):
-                kv = self._kv(layer, slice(first, end))
-                (block,) = self._codec.encode_unit(encoding, (layer,), [kv])
+            for layer, block in encoding.blocks:
                 reservation.blocks[layer][:] = block.numpy()
             self._store.commit(
                 reservation,

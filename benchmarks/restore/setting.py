@@ -16,9 +16,9 @@ from benchmarks.restore.stored import StoredConversation
 from benchmarks.restore.tiers import Tier
 from benchmarks.tiers.timing import percentile
 from krul_backend.codec.layout import LayerKV
+from krul_backend.codec.pairs.selectors import Evidence, MiniCacheSelector, StrategySelector, UnsharedSelector
 from krul_backend.planner.interface import RestoreCosts, RestorePlan, RestoreProblem, StoredRun
 from krul_backend.planner.planners import make_planner
-from krul_backend.strategy.selectors import Evidence, MiniCacheSelector, StrategySelector, UnsharedSelector
 from krul_backend.strategy.strategy import Precision, Strategy
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}

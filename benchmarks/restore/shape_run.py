@@ -16,7 +16,7 @@ from benchmarks.restore.setting import TOLERANCES, Checks, Setting, restore_prob
 from benchmarks.restore.stored import StoredConversation, segment_ends, store
 from benchmarks.restore.tiers import SsdTier, Tier
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.device import Device
 from krul_backend.planner.calibration import fit_compute, fit_tier
 from krul_backend.planner.interface import RestoreCosts, TierCost
@@ -49,7 +49,7 @@ class ShapeRun:
         )
         self.weight_bytes = model.num_bytes
         self._slots = scattered_slots(num_slots, page_size, seed=1, device=device.torch_device)
-        self._codec = SegmentCodec(shape.kv_shape(self.dtype), shape.num_layers, model.rotary)
+        self._codec = ModelCodecs(shape.kv_shape(self.dtype), shape.num_layers, model.rotary)
         self._loader = LayerLoader(device, pool)
         self._restorer = Restorer(model, pool, device, self._loader)
         self._calibration = Calibration(self._restorer, configuration.repeats)

@@ -10,7 +10,9 @@ import torch
 
 from benchmarks.restore.model import KVPool
 from benchmarks.restore.tiers import Tier
-from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
+from krul_backend.codec.interface import TokenRun
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.units import UnitDecoder, UnitPlan
 from krul_backend.strategy.strategy import Strategy
 
 
@@ -20,7 +22,7 @@ class Segment:
 
     first_token: int
     end_token: int
-    decoder: SegmentDecoder
+    decoder: UnitDecoder
     blocks: tuple[torch.Tensor, ...]
 
 
@@ -98,7 +100,7 @@ def segment_ends(num_tokens: int, num_segments: int, page_size: int) -> list[int
 
 def store(
     name: str,
-    codec: SegmentCodec,
+    codec: ModelCodecs,
     strategy: Strategy,
     pool: KVPool,
     slots: torch.Tensor,
@@ -108,11 +110,8 @@ def store(
     segments = []
     for first, end in zip([0, *ends[:-1]], ends, strict=True):
         read = partial(pool.gather, slots=slots[first:end])
-        encoding = codec.prepare(strategy, read, start_token=first, num_tokens=end - first)
-        blocks: dict[int, torch.Tensor] = {}
-        for unit in strategy.units:
-            encoded = codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
-            blocks.update(zip(unit, encoded, strict=True))
-        decoder = codec.open_units(encoding.params, start_token=first, num_tokens=end - first)
+        encoding = codec.of(strategy).encode(TokenRun(read, first, end - first), UnitPlan(strategy))
+        blocks = dict(encoding.blocks)
+        decoder = codec.of(strategy).open(encoding.params, start_token=first, num_tokens=end - first)
         segments.append(Segment(first, end, decoder, tuple(blocks[layer] for layer in sorted(blocks))))
     return StoredConversation(name, strategy, tuple(segments))

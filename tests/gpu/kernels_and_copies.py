@@ -18,10 +18,11 @@ import torch
 from benchmarks.restore.__main__ import run as run_benchmark
 from benchmarks.restore.configuration import Configuration, TierSpec
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import GroupTarget, begin_group, can_fuse, restore_layer
-from krul_backend.codec.segment_codec import UnitBlocks
+from krul_backend.codec.pairs.units import can_fuse
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.codec.unit import CodedLayer
+from krul_backend.codec.subspace.restore import GroupTarget, begin_group
+from krul_backend.codec.unit import NativeLayer
+from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.device import Device
 from krul_backend.strategy.strategy import Precision
 from tests.gpu.stage import LeftOut, Setting, Stage
@@ -88,7 +89,7 @@ def kernels_equal_the_reference(setting: Setting) -> dict[str, int]:
 
 
 def unknown_units_are_decoded(setting: Setting) -> str:
-    """A unit class that the kernels do not know, and blocks on another device, take the ordinary way."""
+    """Native layers, and blocks on another device, take the ordinary way."""
     shape = LayerShape(8, 128, 128, torch.bfloat16)
     case = RestoreCase(shape, Precision.INT4, is_pair=False, rotary_dim=128, num_tokens=100)
     blocks, decoder = encode_case(case, setting.device)
@@ -97,10 +98,9 @@ def unknown_units_are_decoded(setting: Setting) -> str:
     )
     target = (k_buffer, v_buffer, torch.arange(100, device=setting.device))
     found = decoder.unit_blocks(0, blocks, 0, 100)
-    assert can_fuse(found, *target) is not setting.is_dry
-    later = type("LaterCodedLayer", (CodedLayer,), {})(found.codec.place, Precision.INT4)
-    assert not can_fuse(UnitBlocks(later, found.index, found.blocks), *target)
-    assert not can_fuse(UnitBlocks(found.codec, found.index, (blocks[0].cpu(),)), *target)
+    assert can_fuse(found.codec, found.blocks, *target) is not setting.is_dry
+    assert not can_fuse(NativeLayer(found.codec.place), found.blocks, *target)
+    assert not can_fuse(found.codec, (blocks[0].cpu(),), *target)
     return "decoded without the kernels"
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.restore import GroupRestore, GroupTarget
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import split_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.coded_tail import CodedTail
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.quantizer import SHRINK
+from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget
 from krul_backend.device import Device
 from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import make_bases, make_layers

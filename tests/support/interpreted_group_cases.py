@@ -21,9 +21,9 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _conver
 
 from krul_backend.codec.coefficients.coders import EncodedLevels, RansCoder
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import GroupRestore, GroupTarget, begin_group
 from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, KeptMemory, SegmentTokens
-from krul_backend.codec.triton_group_restore import TritonGroupRestore
+from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget, begin_group
+from krul_backend.codec.subspace.triton_group_restore import TritonGroupRestore
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from tests.support.group_restore_cases import GroupCase, check_group, check_groups, encode_case, exact_values

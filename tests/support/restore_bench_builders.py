@@ -14,7 +14,7 @@ from benchmarks.restore.setting import strategies
 from benchmarks.restore.stored import StoredConversation, segment_ends, store
 from benchmarks.restore.tiers import DramTier
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.device import Device
 
 SHAPE = ModelShape(
@@ -62,7 +62,7 @@ def bench() -> Iterator[Bench]:
         with torch.inference_mode():
             logits = restorer.own_forward(turn, num_past=0)[0]
             history = [pool.gather(layer, slots[:HISTORY_TOKENS]) for layer in range(pool.num_layers)]
-            codec = SegmentCodec(kv_shape, SHAPE.num_layers, model.rotary)
+            codec = ModelCodecs(kv_shape, SHAPE.num_layers, model.rotary)
             ends = segment_ends(HISTORY_TOKENS, 2, PAGE_SIZE)
             stored = {
                 name: store(name, codec, strategy, pool, slots, ends)

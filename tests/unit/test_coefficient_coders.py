@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.codec import expected_bits, falling_levels
 from krul_backend.codec.coefficients import coders
 from krul_backend.codec.coefficients.coders import EncodedLevels, RansCoder, num_records
-from krul_backend.codec.coefficients.compiled import Levels
+from krul_backend.codec.coefficients.scales import Levels
 from krul_backend.errors import CodecError
 
 CODER = RansCoder()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import GroupRestore
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.restore import GroupRestore
 from krul_backend.device import Device
 from krul_backend.planner.interface import TierCost
 from krul_backend.strategy.strategy import Precision
@@ -122,7 +122,7 @@ def test_heads_are_measured_whole_and_after_a_past(monkeypatch: pytest.MonkeyPat
 
 def test_decoding_is_measured_for_every_unit_in_use() -> None:
     engine = FakeEngine(1e-6)
-    codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
+    codec = ModelCodecs(SHAPE, NUM_LAYERS, None)
     units = units_in_use("krul", Precision.INT4, NUM_LAYERS)
     costs = engine.calibration().decode_costs(codec, units, TierCost(0.0, 0.0))
     assert set(costs.single_s) == {Precision.NATIVE, Precision.INT4}
@@ -179,7 +179,7 @@ def test_loads_are_measured_as_restores_copy() -> None:
     """From page-locked memory: copies of other memory are several times slower."""
     engine, device = FakeEngine(1e-6), StrictDevice()
     engine.pool.streams = device
-    codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
+    codec = ModelCodecs(SHAPE, NUM_LAYERS, None)
     num_bytes, seconds = engine.calibration()._restore_s(codec, (0, 1), Precision.INT4, 64)
     assert seconds > 0
     uploads = [entry for entry in device.module.log if entry.kind == "upload"]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.baselines import FixedSelector, MatchingSelector, RandomSelector, SeededEvidence
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.errors import StrategyError
-from krul_backend.strategy.selectors import (
+from krul_backend.codec.pairs.selectors import (
     SELECTORS,
     Evidence,
     KrulSelector,
@@ -18,6 +17,7 @@ from krul_backend.strategy.selectors import (
     UnsharedSelector,
     make_selector,
 )
+from krul_backend.errors import StrategyError
 from krul_backend.strategy.strategy import Pair, Precision
 from tests.support.strategy_builders import attention_evidence, make_statistics
 

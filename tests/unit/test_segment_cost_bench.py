@@ -11,7 +11,7 @@ from benchmarks.restore.segment_cost import (
     run_segment_cost,
     summarize_segment_cost,
 )
-from krul_backend.codec.restore import NativeTails
+from krul_backend.codec.unit_restore import NativeTails
 
 TINY = SegmentCostConfiguration((1, 5), ("reference:bfloat16",), (70,), repeats=2)
 

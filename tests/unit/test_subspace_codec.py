@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.scales import ROUNDING
+from krul_backend.codec.coefficients.scales import RECORD_TOKENS, ROUNDING
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec

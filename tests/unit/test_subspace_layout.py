@@ -83,7 +83,6 @@ def test_other_groups_are_stored_in_another_way() -> None:
 def test_a_decoder_says_how_its_layers_are_stored() -> None:
     _, layout = segment()
     assert layout.stored_as == GROUPS
-    assert layout.native_units == (None,) * NUM_LAYERS
     assert [layout.group_of(layer) for layer in range(NUM_LAYERS)] == [0, 0, 0, 1, 2, 2]
 
 

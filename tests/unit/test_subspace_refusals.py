@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
+from krul_backend.codec.coefficients.scales import RECORD_TOKENS
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.parameters import GroupParameters, SubspaceParameters

@@ -114,9 +114,10 @@ def attach_restore(
     def make_ready(subspace: SubspaceCodec, is_older: bool = False) -> None:
         if not is_older or decode_costs.group_s is None:
             decode_costs.group_s = calibration.group_s(subspace, costs.tiers[DRAM_TIER])
-        linker.codec.add_subspace(subspace, is_older=is_older)
+        linker.codec.bases.add(subspace, is_older=is_older)
         rank = runtime.model.identity.tp_rank
-        show("bases_held", "Different bases in which segments can be decoded.", linker.codec.num_bases, rank)
+        num_held = linker.codec.bases.num_held
+        show("bases_held", "Different bases in which segments can be decoded.", num_held, rank)
 
     if config.truncation_reuse and (heads is None or runtime.rotary is None):
         raise NOT_MOVABLE.error(
@@ -170,7 +171,7 @@ def attach_restore(
         linker.offloader.allocation = SpaceAllocation(
             planner,
             online,
-            decode_costs.token_s,
+            decode_costs,
             runtime.agreement,
             page_size=runtime.model.identity.page_size,
             max_head_tokens=max_head_tokens,

@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.restore import (
-    GroupTarget,
-    NativeTail,
-    NativeTails,
-    begin_group,
-    restore_layer,
-)
-from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.restore import GroupTarget, begin_group
+from krul_backend.codec.unit_restore import NativeTail, NativeTails, restore_layer
+from krul_backend.codec.units import UnitDecoder, UnitPlan
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import fit_compute, fit_tier
 from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
@@ -135,7 +132,7 @@ class CostCalibration:
 
     def _tier(self) -> TierCost:
         """Seconds per native block of one layer, from host memory into the pool: blocks come together."""
-        codec = SegmentCodec(self._pool.shape, self._pool.num_layers, None)
+        codec = ModelCodecs(self._pool.shape, self._pool.num_layers, None)
         half = self._pool.num_tokens // 2
         num_blocks = max(1, min(_BLOCKS, half // 128))
         longest = half // num_blocks
@@ -146,7 +143,7 @@ class CostCalibration:
             ]
         )
 
-    def _block_s(self, codec: SegmentCodec, num_blocks: int, num_tokens: int) -> tuple[float, float]:
+    def _block_s(self, codec: ModelCodecs, num_blocks: int, num_tokens: int) -> tuple[float, float]:
         """Bytes and seconds of a native block of ``num_tokens``, of so many that are restored together."""
         device = self._pool.streams
         slots = torch.arange(1, num_blocks * num_tokens + 1, device=self._pool.device)
@@ -173,7 +170,7 @@ class CostCalibration:
 
     def decode_costs(
         self,
-        codec: SegmentCodec,
+        codec: ModelCodecs,
         units: Iterable[CodedUnit],
         tier: TierCost,
     ) -> DecodeCosts:
@@ -229,7 +226,7 @@ class CostCalibration:
         return [block.numel() for block in on_host], seconds
 
     def _restore_s(
-        self, codec: SegmentCodec, unit: tuple[int, ...], precision: Precision, num_tokens: int
+        self, codec: ModelCodecs, unit: tuple[int, ...], precision: Precision, num_tokens: int
     ) -> tuple[float, float]:
         """Bytes and seconds to restore ``num_tokens`` of the last layer of a unit. The pool is unused yet."""
         device = self._pool.streams
@@ -246,8 +243,8 @@ class CostCalibration:
         return float(sum(on_host[source].numel() for source in decoder.sources(unit[-1]))), seconds
 
     def _encoded(
-        self, codec: SegmentCodec, unit: tuple[int, ...], precision: Precision, slots: torch.Tensor
-    ) -> tuple[SegmentDecoder, dict[int, torch.Tensor]]:
+        self, codec: ModelCodecs, unit: tuple[int, ...], precision: Precision, slots: torch.Tensor
+    ) -> tuple[UnitDecoder, dict[int, torch.Tensor]]:
         """A unit of the rows at ``slots``, as a segment: its decoder, and its blocks on the host by layer."""
         device, num_tokens = self._pool.streams, len(slots)
         strategy = Strategy.of_unit(self._pool.num_layers, unit, precision)
@@ -255,15 +252,16 @@ class CostCalibration:
         def read(layer: int) -> LayerKV:
             return self._pool.gather(layer, slots)
 
-        encoding = codec.prepare(strategy, read, start_token=0, num_tokens=num_tokens)
-        encoded = codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
+        encoded = codec.of(strategy).encode(TokenRun(read, 0, num_tokens), UnitPlan(strategy))
         on_host = {}
-        for layer, block in zip(unit, encoded, strict=True):
+        for layer, block in encoded.blocks:
+            if layer not in unit:
+                continue
             # Page-locked, as the arena is: copies of other memory are several times slower.
             on_host[layer] = device.host_empty(block.shape, block.dtype)
             device.download(on_host[layer], block)
         device.synchronize()
-        return codec.open_units(encoding.params, start_token=0, num_tokens=num_tokens), on_host
+        return codec.of(strategy).open(encoded.params, start_token=0, num_tokens=num_tokens), on_host
 
 
 def units_in_use(strategy_name: str, precision: Precision, num_layers: int) -> list[CodedUnit]:

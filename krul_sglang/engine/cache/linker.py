@@ -13,11 +13,11 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.pairs.selectors import make_selector
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.errors import HintError
 from krul_backend.memory import format_bytes
 from krul_backend.segment import TokenIds
-from krul_backend.strategy.selectors import make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.hint import SessionName
 from krul_sglang.config import AUTO
@@ -81,7 +81,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._store = runtime.connection.store
         self._capture = runtime.capture
         self._bases = runtime.bases
-        self.codec = SegmentCodec(
+        self.codec = ModelCodecs(
             self._pool.shape,
             self._pool.num_layers,
             runtime.rotary,
@@ -401,7 +401,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return [] if self._restore_path is None else self._restore_path.traces.as_list()
 
 
-def _selector_decision(runtime: KrulRuntime, codec: SegmentCodec) -> SelectorDecision:
+def _selector_decision(runtime: KrulRuntime, codec: ModelCodecs) -> SelectorDecision:
     """For every strategy but ``subspace``."""
     config = runtime.config
     selector = make_selector(
@@ -418,7 +418,7 @@ def _selector_decision(runtime: KrulRuntime, codec: SegmentCodec) -> SelectorDec
 
 def _error_budget(
     runtime: KrulRuntime,
-    codec: SegmentCodec,
+    codec: ModelCodecs,
     bases: ServedBases,
     provenance: KvProvenance,
     group: Any | None,

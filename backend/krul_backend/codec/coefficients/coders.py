@@ -13,17 +13,20 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.compiled import (
+from krul_backend.codec.coefficients.records import SMALLEST_SHIFT, decode_block, encode_block
+from krul_backend.codec.coefficients.scales import (
+    BAND,
+    NUM_SCALES,
     RECORD_TOKENS,
+    CoderTables,
     Integers,
     Levels,
     Scales,
     Shifts,
     Values,
     Words,
+    standard_tables,
 )
-from krul_backend.codec.coefficients.records import SMALLEST_SHIFT, decode_block, encode_block
-from krul_backend.codec.coefficients.scales import BAND, NUM_SCALES, CoderTables, standard_tables
 from krul_backend.errors import CodecError
 
 LARGEST_SHIFT = 7

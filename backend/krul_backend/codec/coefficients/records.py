@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients import rans
-from krul_backend.codec.coefficients.compiled import (
+from krul_backend.codec.coefficients.scales import (
     RECORD_TOKENS,
     Index,
     Integers,

@@ -11,8 +11,13 @@ import numpy as np
 import torch
 
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.scales import base_scales, best_offsets, num_bands, scales_of
+from krul_backend.codec.coefficients.scales import (
+    RECORD_TOKENS,
+    base_scales,
+    best_offsets,
+    num_bands,
+    scales_of,
+)
 from krul_backend.codec.layout import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable, check_positions
 from krul_backend.codec.subspace.bases import ModelBases, split_vectors

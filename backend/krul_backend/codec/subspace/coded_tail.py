@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
+from krul_backend.codec.coefficients.scales import RECORD_TOKENS
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, split_vectors

@@ -13,8 +13,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.coders import num_records
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.scales import NO_OFFSET, pack_offsets, unpack_offsets
+from krul_backend.codec.coefficients.scales import NO_OFFSET, RECORD_TOKENS, pack_offsets, unpack_offsets
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
 from krul_backend.errors import CodecError
 
