@@ -26,14 +26,16 @@ from benchmarks.quality.model import load_model
 from benchmarks.runner import Result
 from benchmarks.tables import Columns, cell, plain_table, source, table_of
 from krul_backend.attention.rows import attention_drawn, sample_positions
-from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
-from krul_backend.codec.coefficients.compiled import Levels, Scales, Shifts
+from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.coefficients.scales import (
     ESCAPE,
     NUM_SCALES,
     PROBABILITY_BITS,
     ROUNDING,
     SYMBOLS,
+    Levels,
+    Scales,
+    Shifts,
     alphabets,
     base_scales,
 )
@@ -72,9 +74,7 @@ def falling_levels(
     return levels, base_scales(magnitudes, 1.0), shifts
 
 
-def row(
-    coder: CoefficientCoder, levels: Levels, scales: Scales, shifts: Shifts, repeats: int
-) -> dict[str, Any]:
+def row(coder: RansCoder, levels: Levels, scales: Scales, shifts: Shifts, repeats: int) -> dict[str, Any]:
     """Medians of one coder in millions of levels per second, on the thread that calls.
 
     ``entropy_bits`` is the ideal length by the tables of the scales; both lengths are bits per level,
@@ -90,9 +90,9 @@ def row(
     decode(values)
     decode(out)
     if not np.array_equal(out, levels):
-        raise RuntimeError(f"{coder.name} does not decode what it encoded")
+        raise RuntimeError("the coder does not decode what it encoded")
     return {
-        "coder": coder.name,
+        "coder": "rans",
         "num_tokens": levels.shape[0],
         "num_coefficients": levels.shape[1],
         "encode_mlevels_s": levels.size
@@ -141,9 +141,9 @@ def codec_rows(
     history = reader.read_history(ids)
     num_tokens, shape = len(ids), bases.shape
     pool_bytes = num_tokens * bases.num_layers * (shape.k_token_bytes + shape.v_token_bytes)
-    codec = SubspaceCodec(bases, reader.rotary, (RansCoder(), FixedWidthCoder()))
+    codec = SubspaceCodec(bases, reader.rotary)
     rows = []
-    for limit, coder in product(LIMITS, (RansCoder.name, FixedWidthCoder.name)):
+    for limit in LIMITS:
         encode = partial(
             codec.encode,
             history.layers.__getitem__,
@@ -151,14 +151,13 @@ def codec_rows(
             num_tokens=num_tokens,
             attention=history.attention,
             max_damage=limit,
-            coder=coder,
         )
         encoded = encode()
         decoder = codec.open(encoded.params, start_token=0, num_tokens=num_tokens)
         decode = partial(decoder.decode_all, encoded.blocks)
         rows.append(
             {
-                "coder": coder,
+                "coder": "rans",
                 "limit": limit,
                 "num_tokens": num_tokens,
                 "ratio": pool_bytes / encoded.num_bytes,
@@ -180,7 +179,7 @@ def phase_rows(
     search for the step. ``attention_ms`` is what comes before: the attention that the turn's tokens draw from
     64 of its queries. ``rest_share_with_attention`` counts it, too.
     """
-    codec, rows = SubspaceCodec(bases, rotary, (RansCoder(),)), []
+    codec, rows = SubspaceCodec(bases, rotary), []
     for num_tokens, limit in product((100, len(ids)), LIMITS):
         captured = capture_attention(model, ids[:num_tokens])
         layers = [pooled(kv) for kv in captured.layers]
@@ -204,9 +203,7 @@ def phase_rows(
                 place: dict[str, Any] = {"start_token": 0, "num_tokens": num_tokens, "attention": attention}
                 started = time.thread_time()
                 sample = codec.sample(layers.__getitem__, **place)
-                codec.encode(
-                    layers.__getitem__, **place, max_damage=limit, coder=RansCoder.name, sample=sample
-                )
+                codec.encode(layers.__getitem__, **place, max_damage=limit, sample=sample)
                 whole = time.thread_time() - started
             of_phase = {f"{phase}_ms": sum(parts) for phase, parts in seconds.items()}
             samples.append({"encode_ms": whole, **of_phase, "attention_ms": started - began})
@@ -279,9 +276,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     for largest, smallest in MAGNITUDES:
         drawn = falling_levels(given.tokens, given.coefficients, largest, smallest)
         magnitudes = {"largest_magnitude": largest, "smallest_magnitude": smallest}
-        coders += [
-            magnitudes | row(coder, *drawn, given.repeats) for coder in (RansCoder(), FixedWidthCoder())
-        ]
+        coders.append(magnitudes | row(RansCoder(), *drawn, given.repeats))
     return {
         "repeats": given.repeats,
         "rows": codec_rows(bases, reader, ids, given.repeats),

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from krul_backend.codec.pairs.selectors import SELECTORS
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
 from krul_backend.planner.planners import PLANNERS
-from krul_backend.strategy.selectors import SELECTORS
 from krul_backend.strategy.strategy import SUBSPACE, Precision
 from krul_backend.tiers.common.eviction import POLICIES
 
@@ -32,16 +32,13 @@ DEFAULT_QUERY_MEMORY_SHARE = 0.02
 """Part of a device's memory that ``query_memory = "auto"`` takes."""
 MIN_QUERY_MEMORY = 512 << 20
 
-ESTIMATORS = ("sampled", "heterogeneous")
-
 AUTO = "auto"
 FAST_COPIES = (AUTO, "never")
 
-FAULTS = ("none", "load-error", "load-stall")
+PRECISIONS = tuple(precision.value for precision in Precision if precision is not Precision.INT2)
+"""int8 loses next to nothing without bases, int4 little. Two bits ruin answers: they are there to compare."""
 
-PRECISIONS = tuple(precision.value for precision in Precision)
-
-ATTENTION_STRATEGIES = (SUBSPACE, "krul", "matching")
+ATTENTION_STRATEGIES = (SUBSPACE, "krul")
 """Strategies that look at a conversation's own attention."""
 
 
@@ -254,8 +251,8 @@ class KrulConfig:
     gamma: float = _option(
         0.6,
         *_UNIT_INTERVAL,
-        'For "krul" and "matching": a layer may share only if at least this share of its attention goes to '
-        "the first and the last tenth of the tokens that it sees. Lower it if too few layers are shared.",
+        'For "krul": a layer may share only if at least this share of its attention goes to the first and '
+        "the last tenth of the tokens that it sees. Lower it if too few layers are shared.",
     )
     error_budget: float = _option(
         0.01,
@@ -292,20 +289,12 @@ class KrulConfig:
         "positions. Their KV was computed when the dropped turns were before them, so answers differ from "
         "those of a server that computes the shorter prompt.",
     )
-    estimator: str = _choice(
-        "sampled",
-        ESTIMATORS,
-        'For "krul" and "matching": how attention statistics are computed. "sampled" keeps a few query '
-        'vectors of each turn and reduces them when it ends. "heterogeneous" uses every token, as the Krul '
-        "paper does: prompts in a process of their own, decoded tokens at their step. It needs a server "
-        "without CUDA graphs (--disable-cuda-graph) and slows every step down.",
-    )
     query_rows: int = _option(
         64,
         _whole_number(16, 1024),
         "a whole number from 16 to 1024",
-        'Query vectors that "sampled" keeps of each turn, half of them of the prompt; fewer, down to 16, '
-        "if otherwise query_memory would not do for 96 requests at a time.",
+        'Query vectors that "subspace" and "krul" keep of each turn, half of them of the prompt; fewer, down '
+        "to 16, if otherwise query_memory would not do for 96 requests at a time.",
     )
     query_memory: int | None = _option(
         None,
@@ -356,11 +345,6 @@ class KrulConfig:
         "For measurements, never for serving: loads into the device pool take as long as through a bus or a "
         "network of so many megabytes (1e6 bytes) per second; 0: as fast as they are.",
     )
-    fault_injection: str = _choice(
-        "none",
-        FAULTS,
-        "For tests of a deployment, never for serving: let every second load fail, or stop, at some layer.",
-    )
 
     cache_dir: str = _option(
         "~/.cache/krul-sglang",
@@ -374,11 +358,6 @@ class KrulConfig:
     def is_lossless(self) -> bool:
         """Whether compression loses nothing: what is stored is the KV of the pool, to the bit."""
         return self.strategy == "none" and self.precision == Precision.NATIVE.value
-
-    @property
-    def needs_query_rows(self) -> bool:
-        """Whether the strategy needs query vectors themselves, not attention statistics."""
-        return self.strategy == SUBSPACE
 
     @property
     def needs_attention(self) -> bool:

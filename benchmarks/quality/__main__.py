@@ -20,8 +20,7 @@ from benchmarks.quality.protocol import PAGE_SIZE, Played, Protocol
 from benchmarks.quality.result import quality_table, row, summarize
 from benchmarks.runner import Result
 from benchmarks.variants import make_variant
-from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_sglang.learning.bases import LearningPlan, learn_bases
@@ -43,11 +42,10 @@ def run(configuration: Configuration) -> dict[str, Any]:
     tokenizer: Any = AutoTokenizer.from_pretrained(configuration.model)
     model = _model(configuration)
     rotary = rotary_table(model.model, model.model.config.max_position_embeddings)
-    codec = SegmentCodec(model.shape, model.num_layers, rotary)
+    codec = ModelCodecs(model.shape, model.num_layers, rotary)
     bases = _bases(configuration, tokenizer, model)
-    coders = (RansCoder(), FixedWidthCoder())
     methods = configuration.selected(
-        [*all_methods(codec, configuration.gamma), *subspace_methods(SubspaceCodec(bases, rotary, coders))]
+        [*all_methods(codec, configuration.gamma), *subspace_methods(SubspaceCodec(bases, rotary))]
     )
     protocol = Protocol(model, configuration.rows_per_turn)
     conversations = list(configuration.conversations(tokenizer))

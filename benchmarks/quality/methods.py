@@ -10,21 +10,20 @@ import orjson
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import RandomSelector, SeededEvidence
+from benchmarks.baselines import FixedSelector, MatchingSelector, RandomSelector, SeededEvidence
 from krul_backend.attention.rows import QueryRows, attention_drawn, attention_rows
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
-from krul_backend.strategy.selectors import (
-    FixedSelector,
+from krul_backend.codec.pairs.selectors import (
     KrulSelector,
-    MatchingSelector,
     MiniCacheSelector,
     StrategySelector,
     UnsharedSelector,
 )
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
+from krul_backend.codec.units import UnitPlan
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 LAYER_RATIOS = (0.25, 0.5)
@@ -88,7 +87,7 @@ class Compression(Method):
 
     name: str
     family: str
-    codec: SegmentCodec = field(repr=False)
+    codec: ModelCodecs = field(repr=False)
     selector: StrategySelector = field(repr=False)
     precision: Precision
     layer_ratio: float = 0.0
@@ -102,12 +101,10 @@ class Compression(Method):
         chosen = self.selector.select(evidence)
         strategy = Strategy.from_pairs(num_layers, chosen.pairs, self.precision)
         start, num_tokens = turn.start_token, len(segment[0].k)
-        encoding = self.codec.prepare(strategy, segment.__getitem__, start_token=start, num_tokens=num_tokens)
-        blocks: dict[int, Tensor] = {}
-        for unit in strategy.units:
-            encoded = self.codec.encode_unit(encoding, unit, [segment[layer] for layer in unit])
-            blocks |= dict(zip(unit, encoded, strict=True))
-        decoder = self.codec.open_units(encoding.params, start_token=start, num_tokens=num_tokens)
+        run = TokenRun(segment.__getitem__, start, num_tokens)
+        encoding = self.codec.of(strategy).encode(run, UnitPlan(strategy))
+        blocks: dict[int, Tensor] = dict(encoding.blocks)
+        decoder = self.codec.of(strategy).open(encoding.params, start_token=start, num_tokens=num_tokens)
         decoded = tuple(decoder.decode(layer, blocks, 0, num_tokens) for layer in range(num_layers))
         return Stored(decoded, sum(block.numel() for block in blocks.values()), strategy.pairs)
 
@@ -122,7 +119,7 @@ class Eviction:
     family: str = "h2o"
 
 
-def all_methods(codec: SegmentCodec, gamma: float) -> list[Method | Eviction]:
+def all_methods(codec: ModelCodecs, gamma: float) -> list[Method | Eviction]:
     """All rows; ``codec`` is the model's, ``gamma`` the I-R threshold of Algorithm 1."""
     alone = (Precision.NATIVE, Precision.INT8, Precision.INT4, Precision.INT2)
     names = {each: "full" if each is Precision.NATIVE else each.value for each in alone}
@@ -151,8 +148,6 @@ def _selectors(gamma: float, layer_ratio: float) -> dict[str, StrategySelector]:
 LIMITS = (0.001, 0.003, 0.01, 0.03, 0.1)
 """Nats per predicted token."""
 
-FIXED_WIDTH_LIMIT = 0.01
-
 
 @dataclass(frozen=True)
 class Subspace(Method):
@@ -166,7 +161,6 @@ class Subspace(Method):
     name: str
     codec: SubspaceCodec = field(repr=False)
     limit: float
-    coder: str
     family: str = "subspace"
 
     def start(self) -> StoreTurn:
@@ -187,7 +181,6 @@ class Subspace(Method):
             num_tokens=num_tokens,
             attention=attention,
             max_damage=max_damage,
-            coder=self.coder,
         )
         decoder = self.codec.open(encoded.params, start_token=start, num_tokens=num_tokens)
         decoded = decoder.decode_all(encoded.blocks)
@@ -198,17 +191,8 @@ class Subspace(Method):
 
 
 def subspace_methods(codec: SubspaceCodec) -> list[Subspace]:
-    """One row for each limit, and one with the coder that decodes faster."""
-    return [
-        *(Subspace(f"subspace {limit}", codec, limit, RansCoder.name) for limit in LIMITS),
-        Subspace(
-            f"subspace {FIXED_WIDTH_LIMIT} fixed",
-            codec,
-            FIXED_WIDTH_LIMIT,
-            FixedWidthCoder.name,
-            "subspace fixed",
-        ),
-    ]
+    """One row for each limit."""
+    return [Subspace(f"subspace {limit}", codec, limit) for limit in LIMITS]
 
 
 def accumulated_attention(

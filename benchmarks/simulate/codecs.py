@@ -8,10 +8,12 @@ from functools import cache
 import torch
 
 from benchmarks.simulate.hardware import HBM_SHARE, Gpu, Model
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.parameters import CodecOptions, RetentionRule
-from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.selectors import num_shared_pairs
+from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.pairs.selectors import num_shared_pairs
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.units import UnitPlan
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 
 LAYER_RATIO = 0.5
@@ -94,7 +96,7 @@ def _unit_token_bytes(num_kv_heads: int, head_dim: int, precision: Precision) ->
     def read(layer: int) -> LayerKV:
         return LayerKV(*kv[layer % 2])
 
-    codec = SegmentCodec(shape, 3, None, _OPTIONS)
-    sizes = codec.prepare(strategy, read, start_token=0, num_tokens=_TOKENS).layer_num_bytes
+    codec = ModelCodecs(shape, 3, None, _OPTIONS)
+    sizes = codec.of(strategy).encode(TokenRun(read, 0, _TOKENS), UnitPlan(strategy)).layer_num_bytes
     single, lower, upper = (size / _TOKENS for size in sizes)
     return single, lower, upper

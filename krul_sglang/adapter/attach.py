@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.device import Device
 from krul_backend.memory import format_bytes
@@ -23,13 +22,11 @@ from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.adapter.engine_prefill import EnginePrefill
 from krul_sglang.adapter.head_attention import NoHeadsError
 from krul_sglang.adapter.head_recompute import HeadRecompute
-from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.adapter.start_proof import prove_heads
-from krul_sglang.adapter.unsupported import NOT_MOVABLE, check_estimator
+from krul_sglang.adapter.unsupported import NOT_MOVABLE
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.budget.served_bases import show
-from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape, TurnCapture
 from krul_sglang.engine.common.asking import LatestAnswer
@@ -57,11 +54,8 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
 
     Raises:
         ConfigError: see ``CapturePlan.fit``.
-        UnsupportedSetupError: an estimator that needs eager forwards on a server with CUDA graphs, or a
-            pool that krul does not know.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 
     modules = sorted(
         (module for module in model_runner.model.modules() if isinstance(module, RadixAttention)),
@@ -77,33 +71,20 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
         scaling=first.scaling,
     )
     req_to_token = model_runner.req_to_token_pool.req_to_token
-    capture: TurnCapture
-    if config.estimator == "sampled" or config.needs_query_rows:
-        plan = CapturePlan.fit(
-            shape,
-            max_requests=TURNS_PER_REQUEST * req_to_token.shape[0],
-            num_rows=config.query_rows,
-            max_bytes=config.query_memory_bytes(Device.of(req_to_token).memory_bytes),
-        )
-        capture = QueryCapture(shape, plan, device=torch.device(model_runner.device))
-        logger.info(
-            "krul: query rows of up to %d requests at a time, %d rows of %d heads each: %s",
-            plan.num_requests,
-            plan.num_rows,
-            shape.num_query_heads,
-            format_bytes(plan.num_bytes),
-        )
-    else:
-        is_on_gpu = not Device.of(req_to_token).shares_cores
-        check_estimator(config.estimator, runs_graphs=is_on_gpu and not cuda_graph_fully_disabled())
-        capture = EstimatorCapture(
-            shape,
-            SimilarityWorker(),
-            open_pool(model_runner.token_to_kv_pool).gather_keys,
-            req_to_token,
-            max_requests=req_to_token.shape[0],
-        )
-        logger.info("krul: every token of every request is reduced to attention statistics")
+    plan = CapturePlan.fit(
+        shape,
+        max_requests=TURNS_PER_REQUEST * req_to_token.shape[0],
+        num_rows=config.query_rows,
+        max_bytes=config.query_memory_bytes(Device.of(req_to_token).memory_bytes),
+    )
+    capture = QueryCapture(shape, plan, device=torch.device(model_runner.device))
+    logger.info(
+        "krul: query rows of up to %d requests at a time, %d rows of %d heads each: %s",
+        plan.num_requests,
+        plan.num_rows,
+        shape.num_query_heads,
+        format_bytes(plan.num_bytes),
+    )
     capture.install(modules)
     return capture
 
@@ -134,12 +115,12 @@ def attach_restore(
     decode_costs = calibration.decode_costs(linker.codec, units, costs.tiers[DRAM_TIER])
 
     def make_ready(subspace: SubspaceCodec, is_older: bool = False) -> None:
-        is_measured = is_older and bool(decode_costs.group_s)
-        if not is_measured:
-            decode_costs.group_s = calibration.group_costs(subspace, costs.tiers[DRAM_TIER])
-        linker.codec.add_subspace(subspace, is_older=is_older)
+        if not is_older or decode_costs.group_s is None:
+            decode_costs.group_s = calibration.group_s(subspace, costs.tiers[DRAM_TIER])
+        linker.codec.bases.add(subspace, is_older=is_older)
         rank = runtime.model.identity.tp_rank
-        show("bases_held", "Different bases in which segments can be decoded.", linker.codec.num_bases, rank)
+        num_held = linker.codec.bases.num_held
+        show("bases_held", "Different bases in which segments can be decoded.", num_held, rank)
 
     if config.truncation_reuse and (heads is None or runtime.rotary is None):
         raise NOT_MOVABLE.error(
@@ -193,7 +174,7 @@ def attach_restore(
         linker.offloader.allocation = SpaceAllocation(
             planner,
             online,
-            decode_costs.token_s,
+            decode_costs,
             runtime.agreement,
             page_size=runtime.model.identity.page_size,
             max_head_tokens=max_head_tokens,

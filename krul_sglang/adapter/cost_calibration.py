@@ -9,17 +9,13 @@ from typing import Any
 
 import torch
 
-from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.restore import (
-    GroupTarget,
-    NativeTail,
-    NativeTails,
-    begin_group,
-    restore_layer,
-)
-from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.restore import GroupTarget, begin_group
+from krul_backend.codec.unit_restore import NativeTail, NativeTails, restore_layer
+from krul_backend.codec.units import UnitDecoder, UnitPlan
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import fit_compute, fit_tier
 from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
@@ -137,7 +133,7 @@ class CostCalibration:
 
     def _tier(self) -> TierCost:
         """Seconds per native block of one layer, from host memory into the pool: blocks come together."""
-        codec = SegmentCodec(self._pool.shape, self._pool.num_layers, None)
+        codec = ModelCodecs(self._pool.shape, self._pool.num_layers, None)
         half = self._pool.num_tokens // 2
         num_blocks = max(1, min(_BLOCKS, half // 128))
         longest = half // num_blocks
@@ -148,7 +144,7 @@ class CostCalibration:
             ]
         )
 
-    def _block_s(self, codec: SegmentCodec, num_blocks: int, num_tokens: int) -> tuple[float, float]:
+    def _block_s(self, codec: ModelCodecs, num_blocks: int, num_tokens: int) -> tuple[float, float]:
         """Bytes and seconds of a native block of ``num_tokens``, of so many that are restored together."""
         device = self._pool.streams
         slots = torch.arange(1, num_blocks * num_tokens + 1, device=self._pool.device)
@@ -175,7 +171,7 @@ class CostCalibration:
 
     def decode_costs(
         self,
-        codec: SegmentCodec,
+        codec: ModelCodecs,
         units: Iterable[CodedUnit],
         tier: TierCost,
     ) -> DecodeCosts:
@@ -191,13 +187,13 @@ class CostCalibration:
             (single_s if len(unit) == 1 else pair_s)[precision] = beyond_s
         return DecodeCosts(single_s, pair_s)
 
-    def group_costs(self, subspace: SubspaceCodec, tier: TierCost) -> dict[str, float]:
-        """Seconds per token and layer to decode groups, beyond those of ``tier``, by coder: of KV like that
-        which the bases were learned from."""
+    def group_s(self, subspace: SubspaceCodec, tier: TierCost) -> float:
+        """Seconds per token and layer to decode groups, beyond those of ``tier``: of KV like that which the
+        bases were learned from."""
         num_tokens = self._num_decoded
         sizes, seconds = self._restore_groups_s(subspace, num_tokens)
         beyond_s = max(0.0, seconds - sum(map(tier.load_s, sizes)))
-        return {RansCoder.name: beyond_s / num_tokens / self._pool.num_layers}
+        return beyond_s / num_tokens / self._pool.num_layers
 
     def _restore_groups_s(self, subspace: SubspaceCodec, num_tokens: int) -> tuple[list[int], float]:
         """Bytes of each group of KV like that which the bases were learned from, and seconds to restore all.
@@ -211,7 +207,6 @@ class CostCalibration:
             num_tokens=num_tokens,
             attention=None,
             max_damage=_DECODED_DAMAGE,
-            coder=RansCoder.name,
         )
         decoder = subspace.open(encoded.params, start_token=0, num_tokens=num_tokens)
         # Page-locked, as the arena is.
@@ -232,7 +227,7 @@ class CostCalibration:
         return [block.numel() for block in on_host], seconds
 
     def _restore_s(
-        self, codec: SegmentCodec, unit: tuple[int, ...], precision: Precision, num_tokens: int
+        self, codec: ModelCodecs, unit: tuple[int, ...], precision: Precision, num_tokens: int
     ) -> tuple[float, float]:
         """Bytes and seconds to restore ``num_tokens`` of the last layer of a unit. The pool is unused yet."""
         device = self._pool.streams
@@ -249,8 +244,8 @@ class CostCalibration:
         return float(sum(on_host[source].numel() for source in decoder.sources(unit[-1]))), seconds
 
     def _encoded(
-        self, codec: SegmentCodec, unit: tuple[int, ...], precision: Precision, slots: torch.Tensor
-    ) -> tuple[SegmentDecoder, dict[int, torch.Tensor]]:
+        self, codec: ModelCodecs, unit: tuple[int, ...], precision: Precision, slots: torch.Tensor
+    ) -> tuple[UnitDecoder, dict[int, torch.Tensor]]:
         """A unit of the rows at ``slots``, as a segment: its decoder, and its blocks on the host by layer."""
         device, num_tokens = self._pool.streams, len(slots)
         strategy = Strategy.of_unit(self._pool.num_layers, unit, precision)
@@ -258,15 +253,16 @@ class CostCalibration:
         def read(layer: int) -> LayerKV:
             return self._pool.gather(layer, slots)
 
-        encoding = codec.prepare(strategy, read, start_token=0, num_tokens=num_tokens)
-        encoded = codec.encode_unit(encoding, unit, [read(layer) for layer in unit])
+        encoded = codec.of(strategy).encode(TokenRun(read, 0, num_tokens), UnitPlan(strategy))
         on_host = {}
-        for layer, block in zip(unit, encoded, strict=True):
+        for layer, block in encoded.blocks:
+            if layer not in unit:
+                continue
             # Page-locked, as the arena is: copies of other memory are several times slower.
             on_host[layer] = device.host_empty(block.shape, block.dtype)
             device.download(on_host[layer], block)
         device.synchronize()
-        return codec.open_units(encoding.params, start_token=0, num_tokens=num_tokens), on_host
+        return codec.of(strategy).open(encoded.params, start_token=0, num_tokens=num_tokens), on_host
 
 
 def units_in_use(strategy_name: str, precision: Precision, num_layers: int) -> list[CodedUnit]:

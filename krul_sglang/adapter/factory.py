@@ -187,7 +187,7 @@ def build_cache(ctx: Any) -> Any:
     runtime.cache.capture = runtime.capture
     make_ready = attach_restore(runtime, resolved["chunked_prefill_size"])
     if file is not None:
-        runtime.linker.codec.may_come = file.may_come
+        runtime.linker.codec.bases.may_come = file.may_come
         # Last, so that it disturbs no measurement.
         relearn_within = config.error_budget if config.relearn else None
         file.learn(runtime.restore_agreement, ranks_per_host, make_ready, relearn_within)

@@ -13,10 +13,10 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.pairs.selectors import make_selector
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.errors import HintError
 from krul_backend.memory import format_bytes
-from krul_backend.strategy.selectors import make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.hint import SessionName
 from krul_sglang.adapter.probe_forward import ProbeForwards
@@ -29,7 +29,7 @@ from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, LatestAnswer
 from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.step_times import StepTimes, timed
-from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader, Link
+from krul_sglang.engine.restore.loading import LayerWiseLoader, Link
 from krul_sglang.engine.restore.restore_path import RestorePath
 from krul_sglang.engine.restore.returning_requests import ReturningRequests
 from krul_sglang.engine.save.later_encoding import copy_room
@@ -80,7 +80,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._store = runtime.connection.store
         self._capture = runtime.capture
         self._bases = runtime.bases
-        self.codec = SegmentCodec(
+        self.codec = ModelCodecs(
             self._pool.shape,
             self._pool.num_layers,
             runtime.rotary,
@@ -114,14 +114,12 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         identity = self.model.identity
         self.runs = RunIndex(identity.page_size) if runtime.config.truncation_reuse else None
         self.offloader.runs = self.runs
-        faults = FaultInjection(runtime.config, identity.tp_rank, identity.tp_size, self._pool.num_layers)
         self.loader = LayerWiseLoader(
             self._store,
             self._pool,
             runtime.gate,
             patience_s=runtime.config.load_timeout,
             link=None if not runtime.config.link_mbs else Link(runtime.config.link_mbs),
-            before_layer=faults.before_layer,
         )
         self._restore_path: RestorePath | None = None
         self.asking = AskingThread(DaemonPatience(), trial=self._store.stats)
@@ -381,7 +379,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return [] if self._restore_path is None else self._restore_path.traces.as_list()
 
 
-def _selector_decision(runtime: KrulRuntime, codec: SegmentCodec) -> SelectorDecision:
+def _selector_decision(runtime: KrulRuntime, codec: ModelCodecs) -> SelectorDecision:
     """For every strategy but ``subspace``."""
     config = runtime.config
     selector = make_selector(
@@ -398,7 +396,7 @@ def _selector_decision(runtime: KrulRuntime, codec: SegmentCodec) -> SelectorDec
 
 def _error_budget(
     runtime: KrulRuntime,
-    codec: SegmentCodec,
+    codec: ModelCodecs,
     bases: ServedBases,
     provenance: KvProvenance,
     group: Any | None,

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from krul_backend.atomic_file import replacing
-from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
@@ -261,7 +260,7 @@ class BasesFile:
         """Raises CodecError if the bases are for other layers than the model's."""
         self._check(bases)
         of_pool = ModelBases(self._pool.shape, bases.groups, bases.damage_factor)
-        return SubspaceCodec(of_pool.to(self._pool.device), self._rotary, (RansCoder(), FixedWidthCoder()))
+        return SubspaceCodec(of_pool.to(self._pool.device), self._rotary)
 
     def _check(self, bases: ModelBases) -> None:
         pool = self._pool

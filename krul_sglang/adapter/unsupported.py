@@ -188,7 +188,7 @@ MODEL_RULES = (
     _model("a model with n-gram embeddings", "a head's first tokens lack theirs", "has_ngram_embedding"),
 )
 """About the model: see ``model_facts``. What else is refused, below, is known only in the scheduler, when the
-pool or the estimator is built."""
+pool is built."""
 
 FOREIGN_POOL = Refusal(
     "a KV pool that is not MHATokenToKVPool", "MLA, sparse and scaled KV is unknown to krul"
@@ -206,11 +206,6 @@ FOREIGN_ROTARY = Refusal(
 NOT_MOVABLE = Refusal(
     "truncation_reuse = true, and heads or keys that it needs",
     "what is before a moved run is recomputed as heads, and its keys are turned to other positions",
-)
-EAGER_ESTIMATOR = Refusal(
-    'estimator = "heterogeneous" and CUDA graphs',
-    "it reduces attention between forwards, in Python, which is the cost of the paper's way; "
-    'start the server with --disable-cuda-graph, or choose estimator = "sampled"',
 )
 
 SMALL_PAGES = (
@@ -277,9 +272,3 @@ def check_model(facts: Mapping[str, bool], name: str) -> None:
     for rule in MODEL_RULES:
         if rule.applies(*(facts[fact] for fact in rule.fields)):
             raise rule.error(name)
-
-
-def check_estimator(name: str, *, runs_graphs: bool) -> None:
-    """Raises UnsupportedSetupError for an estimator of every token where forwards are replayed as graphs."""
-    if runs_graphs:
-        raise EAGER_ESTIMATOR.error(f'estimator = "{name}"')

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from krul_backend.codec.coefficients.coders import FixedWidthCoder
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import ModelBases, vector_size
 from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
@@ -151,14 +150,13 @@ def damage_ratio(
     expect; less, on both sides, what is expected of errors that all tokens have in common."""
     num_read = plan.num_read(ids)
     text = reader.read_history(ids[:num_read])
-    codec = SubspaceCodec(bases, reader.rotary, [FixedWidthCoder()])
+    codec = SubspaceCodec(bases, reader.rotary)
     encoded = codec.encode(
         _of_heads(text.layers, heads).__getitem__,
         start_token=0,
         num_tokens=num_read,
         attention=text.attention[:, _slice(heads)],
         max_damage=plan.measured_damage,
-        coder=FixedWidthCoder.name,
     )
     decoder = codec.open(encoded.params, start_token=0, num_tokens=num_read)
     restored = []
@@ -181,7 +179,7 @@ def stored_num_bytes(
         text = reader.read_history(ids)
         for rank, bases in enumerate(of_ranks):
             heads = heads_of_rank(reader.shape.num_kv_heads, rank, len(of_ranks))
-            codec = SubspaceCodec(bases, reader.rotary, [FixedWidthCoder()])
+            codec = SubspaceCodec(bases, reader.rotary)
             layers, attention = _of_heads(text.layers, heads), text.attention[:, _slice(heads)]
             outside = codec.outside(
                 layers.__getitem__, start_token=0, num_tokens=len(ids), attention=attention
@@ -195,7 +193,6 @@ def stored_num_bytes(
                     num_tokens=len(ids),
                     attention=attention,
                     max_damage=limit,
-                    coder=FixedWidthCoder.name,
                 )
                 total += encoded.num_bytes
     return total

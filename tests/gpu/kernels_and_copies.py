@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import GroupTarget, begin_group, can_fuse, restore_layer
-from krul_backend.codec.segment_codec import UnitBlocks
+from krul_backend.codec.pairs.units import can_fuse
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.codec.unit import CodedLayer
+from krul_backend.codec.subspace.restore import GroupTarget, begin_group
+from krul_backend.codec.unit import NativeLayer
+from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.device import Device
 from krul_backend.strategy.strategy import Precision
 from tests.gpu.stage import LeftOut, Setting, Stage
@@ -85,7 +85,7 @@ def kernels_equal_the_reference(setting: Setting) -> dict[str, int]:
 
 
 def unknown_units_are_decoded(setting: Setting) -> str:
-    """A unit class that the kernels do not know, and blocks on another device, take the ordinary way."""
+    """Native layers, and blocks on another device, take the ordinary way."""
     shape = LayerShape(8, 128, 128, torch.bfloat16)
     case = RestoreCase(shape, Precision.INT4, is_pair=False, rotary_dim=128, num_tokens=100)
     blocks, decoder = encode_case(case, setting.device)
@@ -94,10 +94,9 @@ def unknown_units_are_decoded(setting: Setting) -> str:
     )
     target = (k_buffer, v_buffer, torch.arange(100, device=setting.device))
     found = decoder.unit_blocks(0, blocks, 0, 100)
-    assert can_fuse(found, *target) is not setting.is_dry
-    later = type("LaterCodedLayer", (CodedLayer,), {})(found.codec.place, Precision.INT4)
-    assert not can_fuse(UnitBlocks(later, found.index, found.blocks), *target)
-    assert not can_fuse(UnitBlocks(found.codec, found.index, (blocks[0].cpu(),)), *target)
+    assert can_fuse(found.codec, found.blocks, *target) is not setting.is_dry
+    assert not can_fuse(NativeLayer(found.codec.place), found.blocks, *target)
+    assert not can_fuse(found.codec, (blocks[0].cpu(),), *target)
     return "decoded without the kernels"
 
 
@@ -144,7 +143,7 @@ def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
     shape = LayerShape(8, 128, 128, torch.bfloat16)
     layers_of_group = 1 if setting.is_dry else 5
     bases = make_bases(shape, [layers_of_group], rank=rank, decay=0.005 ** (1 / rank))
-    codec = SubspaceCodec(bases.to(torch.device(setting.device)), rotary_table(128, 8192), [RansCoder()])
+    codec = SubspaceCodec(bases.to(torch.device(setting.device)), rotary_table(128, 8192))
     device, rows = setting.on_device, []
     for num_segments, num_tokens in settings:
         decoder, block = encode_drawn(codec, num_tokens, device)
@@ -234,7 +233,7 @@ def restoring_waits_for_nothing(setting: Setting) -> str:
     )
     slots = torch.arange(500, device=setting.device)
     bases = make_bases(shape, [1]).to(torch.device(setting.device))
-    codec = SubspaceCodec(bases, rotary_table(128), [RansCoder()])
+    codec = SubspaceCodec(bases, rotary_table(128))
     decoder_of_group, block = encode_drawn(codec, 500, setting.on_device)
 
     def restore() -> None:

@@ -27,7 +27,7 @@ from tests.support.scenario import (
     settled_stats,
     small_krul_server_args,
 )
-from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN
+from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN, faulty_loads
 from tests.support.tiny_model import build_tiny_model
 
 
@@ -38,26 +38,22 @@ class Mode:
     options: dict[str, Any]
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def fails(self) -> bool:
-        return "fault_injection" in self.options
+    fault: str | None = None
 
 
 RANDOM = {"planner": "random"}
 MODES = {
     "page-1-everything-stored": Mode({**RANDOM, "store_full_tail": True}, ("--page-size", "1")),
-    "page-64-stuck-loads": Mode(
-        {**RANDOM, "fault_injection": "load-stall", "load_timeout": 0.5}, ("--page-size", "64")
-    ),
+    "page-64-stuck-loads": Mode({**RANDOM, "load_timeout": 0.5}, ("--page-size", "64"), fault="load-stall"),
     "page-16-mixed-chunks": Mode(
         {**RANDOM, "max_head_tokens": 100_000},
         ("--chunked-prefill-size", "256", "--enable-mixed-chunk", "--schedule-policy", "lpm"),
     ),
     "page-16-chunked-prefill-tp2-failing-loads": Mode(
-        {**RANDOM, "fault_injection": "load-error", "max_head_tokens": 100_000},
+        {**RANDOM, "max_head_tokens": 100_000},
         ("--page-size", "16", "--chunked-prefill-size", "512", "--tp", "2"),
         (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),),
+        fault="load-error",
     ),
 }
 
@@ -78,12 +74,13 @@ def restored(
 ) -> Restored:
     mode = MODES[request.param]
     args = (*small_krul_server_args(POOL_TOKENS, mode.options), *mode.args)
+    plugin = WITH_PLUGIN if mode.fault is None else faulty_loads(mode.fault)
     with ForkedServer(
-        tiny_models["float32"], args=args, env={**STRICT, **WITH_PLUGIN, **dict(mode.env)}
+        tiny_models["float32"], args=args, env={**STRICT, **plugin, **dict(mode.env)}
     ) as server:
         played = play_all(server, evict=True)
         stats = settled_stats(server)
-        if not mode.fails:
+        if mode.fault is None:
             assert_nothing_left_behind(server)
         # A load that was given up while it was stuck keeps its lease until it wakes.
         deadline_s = time.monotonic() + 20.0
@@ -132,7 +129,7 @@ def test_what_is_left_out_takes_no_memory(restored: Restored) -> None:
 
 def test_failed_loads_were_recomputed_and_nobody_noticed(restored: Restored) -> None:
     rescued = restored.stats["restore"]["forward"]["rescued_requests"]
-    assert (rescued > 0) == restored.mode.fails
+    assert (rescued > 0) == (restored.mode.fault is not None)
 
 
 def test_the_trace_shows_what_both_streams_did(restored: Restored) -> None:

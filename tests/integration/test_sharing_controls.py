@@ -14,8 +14,8 @@ from benchmarks.quality.model import HistoryModel, load_model
 from benchmarks.quality.protocol import Outcome, Protocol
 from benchmarks.quality.teacher_forced import QUESTION_KINDS, TeacherForced, dialogue
 from benchmarks.variants import make_variant
-from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.selectors import Evidence, KrulSelector, StrategySelector, UnsharedSelector
+from krul_backend.codec.pairs.selectors import Evidence, KrulSelector, StrategySelector, UnsharedSelector
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
 from krul_sglang.learning.reader import rotary_table
 from krul_sglang.models.find import REFERENCE_MODEL
@@ -70,7 +70,7 @@ def play(
     variant: str, names: Sequence[str], conversations: Sequence[TeacherForced]
 ) -> dict[str, list[Outcome]]:
     model = HistoryModel(make_variant(load_model(REFERENCE_MODEL, torch.float32, "cpu"), variant))
-    codec = SegmentCodec(model.shape, model.num_layers, rotary_table(model.model, 2048))
+    codec = ModelCodecs(model.shape, model.num_layers, rotary_table(model.model, 2048))
     methods = [Compression(name, name, codec, SELECTORS[name], Precision.NATIVE) for name in names]
     protocol = Protocol(model, rows_per_turn=16)
     played = [protocol.at_once(conversation, methods).outcomes for conversation in conversations]

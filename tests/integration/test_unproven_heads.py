@@ -20,7 +20,7 @@ from tests.support.scenario import (
     small_krul_server_args,
     wait_until,
 )
-from tests.support.server_plugin import spoiled_heads
+from tests.support.server_plugin import faulty_loads, spoiled_heads
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Mode:
     """``rank``: the one whose heads are computed wrongly."""
 
     options: dict[str, Any]
+    fault: str
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = tuple(STRICT.items())
     rank: int = 0
@@ -35,10 +36,11 @@ class Mode:
 
 MODES = {
     "failing-loads-mixed-chunks": Mode(
-        {"fault_injection": "load-error"}, ("--chunked-prefill-size", "256", "--enable-mixed-chunk")
+        {}, "load-error", ("--chunked-prefill-size", "256", "--enable-mixed-chunk")
     ),
     "stuck-loads-tp2-of-which-one-is-wrong": Mode(
-        {"planner": "full-load", "fault_injection": "load-stall", "load_timeout": 0.5},
+        {"planner": "full-load", "load_timeout": 0.5},
+        "load-stall",
         ("--chunked-prefill-size", "512", "--tp", "2"),
         tuple(STRICT_ON_TWO_CORES.items()),
         rank=1,
@@ -57,7 +59,7 @@ class Served:
 def served(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Served:
     mode = MODES[request.param]
     args = (*small_krul_server_args(POOL_TOKENS, mode.options), *mode.args)
-    env = {**dict(mode.env), **spoiled_heads(mode.rank)}
+    env = {**dict(mode.env), **spoiled_heads(mode.rank), **faulty_loads(mode.fault)}
     with ForkedServer(tiny_models["float32"], args=args, env=env) as server:
         played = play_all(server, evict=True)
         # A load that was given up while it was stuck keeps its lease until it wakes.

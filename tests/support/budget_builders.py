@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from krul_backend.attention.rows import QueryRows
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.segment import ModelIdentity, SegmentHeader
 from krul_sglang.engine.budget.error_budget import ErrorBudget
@@ -83,9 +82,9 @@ class BudgetedServer:
         self.store = make_store(1 << 22)
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), PATIENCE_S)
         self.provenance = KvProvenance(NUM_SLOTS, self.pool.streams, self.loader.batch)
-        self.subspace = SubspaceCodec(BASES, ROTARY, [RansCoder()])
+        self.subspace = SubspaceCodec(BASES, ROTARY)
         self.bases = ServedBases(TextDrift("m", 0))
-        self.codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY)
+        self.codec = ModelCodecs(SHAPE, NUM_LAYERS, ROTARY)
         if has_bases:
             self.learn()
         self.model = ServedModel(MODEL)
@@ -100,7 +99,7 @@ class BudgetedServer:
 
     def learn(self) -> None:
         """The bases are there."""
-        self.codec.add_subspace(self.subspace)
+        self.codec.bases.add(self.subspace)
         self.bases.have(self.subspace, "learned")
 
     def make_budget(self, limit: float) -> ErrorBudget:

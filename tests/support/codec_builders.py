@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from krul_backend.codec.interface import EncodedRun, TokenRun
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.parameters import CodecOptions
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.rotary import RotaryTable
-from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder, SegmentEncoding
+from krul_backend.codec.units import UnitDecoder, UnitPlan
 from krul_backend.strategy.strategy import Strategy
 
 START_TOKEN = 128
@@ -37,22 +39,18 @@ def random_layers(shape: LayerShape, num_layers: int, num_tokens: int, seed: int
 
 def make_codec(
     shape: LayerShape, num_layers: int, options: CodecOptions | None = None, with_rotary: bool = True
-) -> SegmentCodec:
+) -> ModelCodecs:
     rotary = rotary_table(shape.k_head_dim) if with_rotary else None
-    return SegmentCodec(shape, num_layers, rotary, options)
+    return ModelCodecs(shape, num_layers, rotary, options)
 
 
 def encode_all(
-    codec: SegmentCodec, strategy: Strategy, layers: Sequence[LayerKV], start_token: int = START_TOKEN
-) -> tuple[SegmentEncoding, dict[int, torch.Tensor], SegmentDecoder]:
+    codec: ModelCodecs, strategy: Strategy, layers: Sequence[LayerKV], start_token: int = START_TOKEN
+) -> tuple[EncodedRun, dict[int, torch.Tensor], UnitDecoder]:
     """Encoding, the block of each layer, and a decoder opened from the parameters alone."""
     num_tokens = layers[0].k.shape[0]
-    encoding = codec.prepare(
-        strategy, lambda layer: layers[layer], start_token=start_token, num_tokens=num_tokens
-    )
-    blocks: dict[int, torch.Tensor] = {}
-    for unit in strategy.units:
-        unit_blocks = codec.encode_unit(encoding, unit, [layers[layer] for layer in unit])
-        blocks.update(zip(unit, unit_blocks, strict=True))
-    decoder = codec.open_units(encoding.params, start_token=start_token, num_tokens=num_tokens)
+    codec_of = codec.of(strategy)
+    encoding = codec_of.encode(TokenRun(layers.__getitem__, start_token, num_tokens), UnitPlan(strategy))
+    decoder = codec_of.open(encoding.params, start_token=start_token, num_tokens=num_tokens)
+    blocks = dict(encoding.blocks)
     return encoding, blocks, decoder

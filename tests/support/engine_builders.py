@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.device import Device
 from krul_backend.planner.interface import RestorePlan
 from krul_backend.store.tiered_store import TieredStore
@@ -21,7 +21,7 @@ from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.load_batch import Forecast, LayerTimes, Load
-from krul_sglang.engine.restore.segment_reader import KeptRoom, SegmentReader, open_segments
+from krul_sglang.engine.restore.segment_reader import SegmentReader, open_segments
 from krul_sglang.engine.restore.tail_groups import TailGroups
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ def make_store(capacity_bytes: int, tiers: Sequence[LowerTier] = ()) -> TieredSt
 
 
 def make_load(
-    lease: Lease, codec: SegmentCodec, slots: torch.Tensor, head_ends: Sequence[int] | None = None
+    lease: Lease, codec: ModelCodecs, slots: torch.Tensor, head_ends: Sequence[int] | None = None
 ) -> Load:
     """The first ``len(slots)`` tokens of a lease; everything is loaded unless ``head_ends`` say otherwise."""
     readers = open_segments(lease, codec, len(slots))
@@ -112,13 +112,11 @@ def read_tails(
     head_ends: Sequence[int],
     slots: torch.Tensor,
     pool: TensorPool,
-    room: KeptRoom | None = None,
-    after_layer: Callable[[], None] = lambda: None,
+    after_layer: Callable[[TailGroups], None] = lambda tails: None,
 ) -> None:
     """Reads as the loader does: all groups of a layer, then those of the next layer."""
-    room = KeptRoom() if room is None else room
     for reader in readers:
-        reader.begin(head_ends, room)
+        reader.begin(head_ends)
     plan = RestorePlan(tuple(head_ends), 1.0)
     load = Load(lease, readers, slots, readers[0].first_token, plan, NO_FORECAST)
     tails = TailGroups(list(load.parts()), pool.streams)
@@ -126,7 +124,7 @@ def read_tails(
         for group in tails.of_layer(layer):
             group.fetch(pool.streams)
             group.restore(pool)
-        after_layer()
+        after_layer(tails)
     tails.check()
 
 

@@ -10,17 +10,16 @@ import numpy as np
 import torch
 
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.restore import GroupRestore, GroupTarget
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import split_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.coded_tail import CodedTail
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.quantizer import SHRINK
+from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget
 from krul_backend.device import Device
 from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import make_bases, make_layers
-from tests.support.subspace_cases import CODERS
 
 Begin = Callable[[Sequence[GroupTarget], Device], GroupRestore]
 """As ``begin_group``."""
@@ -42,7 +41,6 @@ class GroupCase:
     shape: LayerShape
     rank: int = 20
     decay: float = 0.85
-    coder: str = "rans"
     rotary_dim: int = 0
     is_neox: bool = True
     start_token: int = 0
@@ -60,7 +58,7 @@ def check_group(case: GroupCase, begin: Begin, device: Device, num_layers: int =
 
 def check_groups(cases: Sequence[GroupCase], begin: Begin, device: Device, num_layers: int = 2) -> None:
     """Decode and write a group of random KV of several segments into random slots; compare all slots of all
-    layers. The cases have the same bases and the same coder."""
+    layers. The cases have the same bases."""
     shape = cases[0].shape
     encoded = [encode_case(case, device, num_layers) for case in cases]
     ends = [case.num_tokens if case.end_token is None else case.end_token for case in cases]
@@ -134,16 +132,13 @@ def encode_case(
     bases = make_bases(case.shape, [num_layers], rank=case.rank, decay=case.decay)
     rotary = rotary_table(case.rotary_dim, 8192, case.is_neox) if case.rotary_dim > 0 else None
     layers = make_layers(bases, case.num_tokens, rotary, start_token=case.start_token)
-    codec = SubspaceCodec(
-        bases.to(device.torch_device), rotary, CODERS, num_first_tokens=case.num_first_tokens
-    )
+    codec = SubspaceCodec(bases.to(device.torch_device), rotary, num_first_tokens=case.num_first_tokens)
     encoded = codec.encode(
         layers.__getitem__,
         start_token=case.start_token,
         num_tokens=case.num_tokens,
         attention=_attention(case, num_layers),
         max_damage=case.max_damage,
-        coder=case.coder,
     )
     decoder = codec.open(encoded.params, start_token=case.start_token, num_tokens=case.num_tokens)
     return decoder, encoded.blocks[0], layers
@@ -160,7 +155,6 @@ def encode_drawn(
         num_tokens=num_tokens,
         attention=None,
         max_damage=0.01,
-        coder="rans",
     )
     block = device.host_empty(encoded.blocks[0].shape, torch.uint8).copy_(encoded.blocks[0])
     return codec.open(encoded.params, start_token=0, num_tokens=num_tokens), block

@@ -21,9 +21,9 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _conver
 
 from krul_backend.codec.coefficients.coders import EncodedLevels, RansCoder
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import GroupRestore, GroupTarget, begin_group
 from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, KeptMemory, SegmentTokens
-from krul_backend.codec.triton_group_restore import TritonGroupRestore
+from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget, begin_group
+from krul_backend.codec.subspace.triton_group_restore import TritonGroupRestore
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from tests.support.group_restore_cases import GroupCase, check_group, check_groups, encode_case, exact_values
@@ -317,14 +317,3 @@ def test_any_shape_and_any_range(data: st.DataObject) -> None:
         head_tokens=data.draw(st.integers(0, 50), "head"),
     )
     check_group(case, begin, CPU)
-
-
-def test_fixed_widths_are_decoded_on_the_host() -> None:
-    case = GroupCase(FP32, 6, coder="fixed-width", num_tokens=70)
-
-    def begin_on_host(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
-        begun = begin_group(targets, device)
-        assert not isinstance(begun, TritonGroupRestore)
-        return begun
-
-    check_group(case, begin_on_host, CPU)

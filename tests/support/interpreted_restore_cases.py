@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.segment_codec import SegmentDecoder
-from krul_backend.codec.triton_restore import restore_fused
+from krul_backend.codec.pairs.triton_restore import restore_fused
+from krul_backend.codec.pairs.units import FusedUnit
+from krul_backend.codec.units import UnitDecoder
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision
 from tests.support.restore_oracle import RestoreCase, check_restored, encode_case
@@ -24,7 +25,7 @@ FP32 = LayerShape(2, 32, 16, torch.float32)
 
 
 def restore(
-    decoder: SegmentDecoder,
+    decoder: UnitDecoder,
     layer: int,
     blocks: Mapping[int, torch.Tensor],
     first_token: int,
@@ -34,12 +35,16 @@ def restore(
     slots: torch.Tensor,
 ) -> None:
     found = decoder.unit_blocks(layer, blocks, first_token, end_token)
-    restore_fused(found, first_token, end_token, k_buffer, v_buffer, slots)
+    unit = found.codec
+    assert isinstance(unit, FusedUnit)
+    restore_fused(unit, found.index, found.blocks, first_token, end_token, k_buffer, v_buffer, slots)
 
 
 @pytest.mark.parametrize("is_pair", [False, True])
 @pytest.mark.parametrize("precision", list(Precision))
 def test_every_precision(precision: Precision, is_pair: bool) -> None:
+    if precision is Precision.NATIVE and not is_pair:
+        pytest.skip("native layers are copied, without a kernel")
     check_restored(RestoreCase(FP32, precision, is_pair, rotary_dim=32), restore)
 
 

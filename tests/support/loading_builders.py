@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.parameters import CodecOptions
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.device import Device
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import Strategy
@@ -47,7 +47,7 @@ class Rig:
         self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots=64, device=device)
         self.device: Device = self.pool.streams
         self.device.lock_pages(self.store.host.buffer)
-        self.codec = SegmentCodec(SHAPE, NUM_LAYERS, None, CodecOptions(group_size=group_size))
+        self.codec = ModelCodecs(SHAPE, NUM_LAYERS, None, CodecOptions(group_size=group_size))
         self.layers = random_layers(SHAPE, NUM_LAYERS, NUM_TOKENS)
         self.before_layer: Callable[[int, int], None] = lambda index, layer: None
         self.loader = LayerWiseLoader(

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import (
     ComputeCost,
@@ -81,7 +81,7 @@ def planning_of(
     max_head_tokens: int = 1000,
     max_new_tokens: int = 1000,
     tier_costs: Callable[[], Mapping[str, TierCost]] = dict,
-    codec: SegmentCodec = CODEC,
+    codec: ModelCodecs = CODEC,
 ) -> RestorePlanning:
     return RestorePlanning(
         planner,

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.parameters import CodecOptions, RetentionRule
-from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
+from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.units import UnitDecoder
 from krul_backend.strategy.strategy import Precision, Strategy
 from tests.support.codec_builders import encode_all, random_layers, rotary_table
 
 Restore = Callable[
     [
-        SegmentDecoder,
+        UnitDecoder,
         int,
         dict[int, torch.Tensor],
         int,
@@ -59,7 +60,7 @@ class RestoreCase:
         return self.precision is Precision.NATIVE
 
 
-def encode_case(case: RestoreCase, device: str) -> tuple[dict[int, torch.Tensor], SegmentDecoder]:
+def encode_case(case: RestoreCase, device: str) -> tuple[dict[int, torch.Tensor], UnitDecoder]:
     """Blocks of both layers on ``device``, and their decoder."""
     rotary = rotary_table(case.rotary_dim, 8192, case.is_neox) if case.rotary_dim > 0 else None
     options = CodecOptions(
@@ -68,7 +69,7 @@ def encode_case(case: RestoreCase, device: str) -> tuple[dict[int, torch.Tensor]
         retained_amount=case.retained_share,
         num_first_tokens=0,
     )
-    codec = SegmentCodec(case.shape, 2, rotary, options)
+    codec = ModelCodecs(case.shape, 2, rotary, options)
     strategy = Strategy.from_pairs(2, [(0, 1)] if case.is_pair else [], case.precision)
     _, blocks, decoder = encode_all(codec, strategy, random_layers(case.shape, 2, case.num_tokens))
     return {layer: block.to(device) for layer, block in blocks.items()}, decoder

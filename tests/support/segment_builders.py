@@ -10,9 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.parameters import CodecOptions
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.units import UnitPlan
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import Precision, Strategy
@@ -45,7 +47,7 @@ KINDS = {
 Heads = tuple[int, ...]
 
 
-CODEC = SegmentCodec(SHAPE, NUM_LAYERS, TABLE, CodecOptions(group_size=GROUP, retained_amount=0.2))
+CODEC = ModelCodecs(SHAPE, NUM_LAYERS, TABLE, CodecOptions(group_size=GROUP, retained_amount=0.2))
 
 
 def rows_of(start: int, end: int) -> list[LayerKV]:
@@ -60,14 +62,11 @@ class Stored(NamedTuple):
 def stored(kind: str, start: int, end: int, kept_heads: Heads | None = None) -> Stored:
     """One segment as the offloader stores it, without what ``kept_heads`` would recompute."""
     layers = rows_of(start, end)
-    encoding = CODEC.prepare(
-        KINDS[kind], layers.__getitem__, start_token=start, num_tokens=end - start, head_ends=kept_heads
-    )
+    run = TokenRun(layers.__getitem__, start, end - start, kept_heads)
+    encoding = CODEC.of(KINDS[kind]).encode(run, UnitPlan(KINDS[kind]))
     blocks = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
-    for unit in encoding.kept_units:
-        encoded = CODEC.encode_unit(encoding, unit, [layers[layer] for layer in unit])
-        for layer, block in zip(unit, encoded, strict=True):
-            blocks[layer] = block
+    for layer, block in encoding.blocks:
+        blocks[layer] = block
     pages = tuple(f"page-{page}" for page in range(start // PAGE_SIZE, end // PAGE_SIZE))
     manifest = SegmentManifest(
         MODEL,

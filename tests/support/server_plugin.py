@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from krul_backend.planner.planners import PLANNERS
+from tests.support.faulty_loads import FaultyLoads
 from tests.support.random_heads import RandomPlanner
 
 _SKIP_HEADS = "TESTS_SKIP_HEADS"
 _SPOIL_HEADS_OF_RANK = "TESTS_SPOIL_HEADS_OF_RANK"
 _SLOW_ANSWERS = "TESTS_SLOW_ANSWERS"
+_FAULT = "TESTS_FAULT"
 _ASK = "krul_backend.daemon.client.request_channel.RequestChannels.ask"
+_MAKE_LOADER = "krul_sglang.engine.restore.loading.LayerWiseLoader.__init__"
 _RECOMPUTE = "krul_sglang.engine.restore.restore_forward.RestoreForward._recompute"
 _RUN_HEADS = "krul_sglang.adapter.head_recompute.HeadRecompute.run"
 _PATHS = (Path(__file__).parent / "plugin_path", Path(__file__).parents[2])
@@ -41,6 +44,11 @@ def slow_answers(path: Path) -> dict[str, str]:
     return {**WITH_PLUGIN, _SLOW_ANSWERS: str(path)}
 
 
+def faulty_loads(fault: str) -> dict[str, str]:
+    """Environment of a server whose loads fail or stop; see ``FaultyLoads``."""
+    return {**WITH_PLUGIN, _FAULT: fault}
+
+
 def register() -> None:
     """Called by SGLang in every process of the server, before its arguments are read."""
     PLANNERS[RandomPlanner.name] = RandomPlanner()
@@ -52,6 +60,8 @@ def register() -> None:
         HookRegistry.register(_RUN_HEADS, spoil_heads, HookType.AROUND)
     if os.environ.get(_SLOW_ANSWERS):
         HookRegistry.register(_ASK, answer_late, HookType.AROUND)
+    if os.environ.get(_FAULT):
+        HookRegistry.register(_MAKE_LOADER, inject_faults, HookType.AROUND)
 
 
 def skip_heads(original: Any, *args: Any) -> None:
@@ -76,3 +86,12 @@ def answer_late(original: Any, channels: Any, request: Any, *args: Any) -> Any:
     if path.exists():
         time.sleep(float(path.read_text()))
     return answer
+
+
+def inject_faults(original: Any, loader: Any, store: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND hook of ``LayerWiseLoader.__init__``: see ``faulty_loads``."""
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks, patience_s = get_parallel(), kwargs["patience_s"]
+    faults = FaultyLoads(os.environ[_FAULT], ranks.tp_rank, ranks.tp_size, pool.num_layers, patience_s)
+    original(loader, store, pool, *args, before_layer=faults.before_layer, **kwargs)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.strategy.selectors import Evidence
+from krul_backend.codec.pairs.selectors import Evidence
 
 
 def make_statistics(distances: list[list[float]], mass: list[float]) -> AttentionStatistics:

@@ -11,7 +11,6 @@ import numpy as np
 import orjson
 import torch
 
-from krul_backend.codec.coefficients.coders import CoefficientCoder, FixedWidthCoder, RansCoder
 from krul_backend.codec.coefficients.scales import BAND, unpack_offsets
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
@@ -20,8 +19,6 @@ from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import make_bases, make_layers
-
-CODERS: tuple[CoefficientCoder, ...] = (RansCoder(), FixedWidthCoder())
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +75,13 @@ def make_case(
     num_tokens: int = 150,
     start_token: int = 0,
     with_rotary: bool = True,
-    coder: str = "rans",
     max_damage: float = 0.1,
     attention: torch.Tensor | None = None,
     num_first_tokens: int = 1,
     layers: Sequence[LayerKV] | None = None,
 ) -> Case:
     rotary = rotary_table(bases.shape.k_head_dim) if with_rotary else None
-    codec = SubspaceCodec(bases, rotary, CODERS, num_first_tokens=num_first_tokens)
+    codec = SubspaceCodec(bases, rotary, num_first_tokens=num_first_tokens)
     if layers is None:
         layers = make_layers(bases, num_tokens, rotary, start_token=start_token)
     encoded = codec.encode(
@@ -94,7 +90,6 @@ def make_case(
         num_tokens=num_tokens,
         attention=attention,
         max_damage=max_damage,
-        coder=coder,
     )
     # What is stored is JSON.
     params = orjson.loads(orjson.dumps(encoded.params))
@@ -108,5 +103,5 @@ def standard_bases() -> ModelBases:
 
 
 @cache
-def standard_case(coder: str = "rans") -> Case:
-    return make_case(standard_bases(), coder=coder)
+def standard_case() -> Case:
+    return make_case(standard_bases())

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.segment_codec import MOST_BASES, SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.held_bases import MOST_BASES
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import SUBSPACE
 from krul_sglang.engine.budget.probing import ProbeOutcome
@@ -123,11 +123,11 @@ def variant(factor: float) -> SubspaceCodec:
         )
         for basis in make_bases(SHAPE, [2, 2]).groups
     )
-    return SubspaceCodec(ModelBases(SHAPE, tuple(groups), factor), ROTARY, [RansCoder()])
+    return SubspaceCodec(ModelBases(SHAPE, tuple(groups), factor), ROTARY)
 
 
 def bring(server: BudgetedServer, subspace: SubspaceCodec) -> None:
-    server.codec.add_subspace(subspace)
+    server.codec.bases.add(subspace)
     server.bases.have(subspace, "learned again")
 
 
@@ -165,29 +165,27 @@ def test_with_newer_bases_the_text_is_measured_again_and_nothing_is_taken_for_ch
 
 
 def test_the_bases_in_use_and_the_last_older_ones_are_held() -> None:
-    codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY, subspace=variant(1.0))
+    codec = ModelCodecs(SHAPE, NUM_LAYERS, ROTARY, subspace=variant(1.0))
     for number in range(5):
-        codec.add_subspace(variant(2.0 + number), is_older=True)
-    assert codec.num_bases == MOST_BASES
-    held = [subspace.bases.damage_factor for subspace in codec._subspaces.values()]
+        codec.bases.add(variant(2.0 + number), is_older=True)
+    assert codec.bases.num_held == MOST_BASES
+    held = [subspace.bases.damage_factor for subspace in codec.bases._held.values()]
     assert held == [4.0, 5.0, 6.0, 1.0]
-    codec.add_subspace(variant(9.0))
-    assert [subspace.bases.damage_factor for subspace in codec._subspaces.values()] == [5.0, 6.0, 1.0, 9.0]
+    codec.bases.add(variant(9.0))
+    assert [subspace.bases.damage_factor for subspace in codec.bases._held.values()] == [5.0, 6.0, 1.0, 9.0]
 
 
 def test_bases_that_are_held_no_more_are_freed_with_the_decoders_that_used_them() -> None:
     first = variant(1.0)
-    codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY, subspace=first)
+    codec = ModelCodecs(SHAPE, NUM_LAYERS, ROTARY, subspace=first)
     layers = make_layers(BASES, 8, ROTARY)
-    encoded = first.encode(
-        layers.__getitem__, start_token=0, num_tokens=8, attention=None, max_damage=1.0, coder="rans"
-    )
+    encoded = first.encode(layers.__getitem__, start_token=0, num_tokens=8, attention=None, max_damage=1.0)
     codec.open(encoded.params, start_token=0, num_tokens=8)
     bases = weakref.ref(first.bases)
     for number in range(MOST_BASES):
         assert bases() is not None
         first = variant(2.0 + number)
-        codec.add_subspace(first)
+        codec.bases.add(first)
     assert bases() is None
     with pytest.raises(CodecError, match="which are not here"):
         codec.open(encoded.params, start_token=0, num_tokens=8)
@@ -199,8 +197,8 @@ def test_bases_that_are_held_no_more_are_freed_with_the_decoders_that_used_them(
 def store_in_other_bases(server: BudgetedServer) -> SubspaceCodec:
     """A conversation of this server is stored by another one, which has other bases. Returns these."""
     mine, codec = server.bases.subspace, server.codec
-    other = SubspaceCodec(make_bases(SHAPE, [2, 2], damage_factor=1.5), ROTARY, [RansCoder()])
-    server.codec = SegmentCodec(SHAPE, NUM_LAYERS, ROTARY, subspace=other)
+    other = SubspaceCodec(make_bases(SHAPE, [2, 2], damage_factor=1.5), ROTARY)
+    server.codec = ModelCodecs(SHAPE, NUM_LAYERS, ROTARY, subspace=other)
     server.bases.have(other, "another server's")
     server.decide_by(server.make_budget(LIMIT))
     server.compute(FIRST_PAGES)
@@ -224,7 +222,7 @@ def test_a_returning_turn_in_other_bases_is_a_miss_and_stored_again(has_bases: b
     assert server.store.stats().undecodable_segments == 1
     assert num_missing(server) == FIRST_PAGES
     server.store_turn()
-    assert codecs_of(server) == [SUBSPACE if has_bases else "segment"]
+    assert codecs_of(server) == [SUBSPACE if has_bases else "native"]
     assert bool((differences(server) == 0).all()) == (not has_bases)
     server.close()
 
@@ -249,7 +247,7 @@ def test_a_segment_whose_bases_may_come_is_a_miss_and_stays(
     server = BudgetedServer(LIMIT)
     other = store_in_other_bases(server)
     asked = list[str]()
-    server.codec.may_come = lambda digest: not asked.append(digest)
+    server.codec.bases.may_come = lambda digest: not asked.append(digest)
     assert try_to_load(server).undecodable == 0
     assert set(asked) == {other.bases.digest}
     server.compute(MORE_PAGES)
@@ -257,7 +255,7 @@ def test_a_segment_whose_bases_may_come_is_a_miss_and_stays(
     assert num_missing(server) == 0
     assert server.store.stats().undecodable_segments == 0
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
-    server.codec.add_subspace(other, is_older=True)
+    server.codec.bases.add(other, is_older=True)
     off = differences(server)
     assert off.max() < 0.1 * max(kv.v.abs().max() for kv in server.read_pool())
     server.close()
@@ -272,7 +270,7 @@ def test_a_turn_that_continues_one_in_other_bases_has_it_stored_again(
     server.compute(MORE_PAGES)
     server.store_turn()
     # What the other one's segment would cost is nobody's business here: the new turn stays native.
-    assert codecs_of(server) == ["segment"]
+    assert codecs_of(server) == ["native"]
     assert num_missing(server) == FIRST_PAGES
     assert server.store.stats().undecodable_segments == 1
     server.compute(MORE_PAGES)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from krul_backend.codec.pairs.selectors import make_selector
 from krul_backend.codec.subspace.codec import EncodedSegment
-from krul_backend.strategy.selectors import make_selector
-from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
+from krul_backend.strategy.strategy import Precision
 from krul_sglang.engine.budget.provenance import DamagedSpan, carried_damage, spent_damage
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.save.strategy_choice import SelectorDecision
@@ -47,7 +47,7 @@ def server() -> Iterator[BudgetedServer]:
 def is_native(server: BudgetedServer, segment: int = -1) -> bool:
     """Whether a stored segment of the conversation has the pool's bytes."""
     params = server.headers[segment].codec_params
-    return params["codec"] != SUBSPACE and Strategy.from_json(params["layers"]).is_lossless
+    return bool(params["codec"] == "native")
 
 
 def return_without_segments(server: BudgetedServer) -> float:

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.parameters import CodecOptions
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.units import UnitPlan
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
 from tests.support.codec_builders import START_TOKEN, encode_all, make_codec, random_layers
@@ -37,11 +39,15 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (None, "not the parameters"),
-        ({}, "not the parameters"),
-        (changed(("codec",), "raw"), "not the parameters"),
-        (changed(("version",), 1), "version"),
-        (changed(("version",), 3), "version"),
+        (None, "without the name of a codec"),
+        ({}, "without the name of a codec"),
+        (changed(("codec",), ["pairs"]), "without the name of a codec"),
+        (changed(("codec",), "raw"), "codec 'raw' is unknown"),
+        (changed(("codec",), "segment"), "codec 'segment' is unknown"),
+        (changed(("codec",), "native"), "not the parameters of codec 'native'"),
+        (changed(("codec",), "subspace"), "bases"),
+        (changed(("version",), 0), "version"),
+        (changed(("version",), 2), "version"),
         (changed(("version",), True), "version"),
         (changed(("surplus",), 1), "surplus"),
         (changed(("group_size",), 0), "group_size"),
@@ -98,7 +104,7 @@ json_values = st.recursive(
     | st.booleans()
     | st.integers(-3, 70)
     | st.floats()
-    | st.sampled_from(["native", "int8", "int4", "segment", "k", "partner", ""]),
+    | st.sampled_from(["native", "int8", "int4", "pairs", "k", "partner", ""]),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(st.sampled_from(["k", "v", "precision", "partner"]), inner, max_size=3)
@@ -159,13 +165,8 @@ def test_random_bytes_never_crash_the_decoder(layer: int, seed: int) -> None:
 def test_what_a_segment_costs_is_read_as_it_was_noted(
     strategy: Strategy, damage: float | None, written: object, read: float
 ) -> None:
-    encoding = CODEC.prepare(
-        strategy,
-        random_layers(SHAPE, 4, NUM_TOKENS).__getitem__,
-        start_token=0,
-        num_tokens=NUM_TOKENS,
-        damage=damage,
-    )
+    run = TokenRun(random_layers(SHAPE, 4, NUM_TOKENS).__getitem__, 0, NUM_TOKENS)
+    encoding = CODEC.of(strategy).encode(run, UnitPlan(strategy, damage))
     params = json.loads(json.dumps(encoding.params))
     assert params.get("damage", "absent") == written
     assert CODEC.open(params, start_token=0, num_tokens=NUM_TOKENS).damage == read

@@ -1,4 +1,4 @@
-"""Both coders of quantized coefficients: exact round trips, tails, sizes, and damage."""
+"""The coder of quantized coefficients: exact round trips, tails, sizes, and damage."""
 
 from __future__ import annotations
 
@@ -12,18 +12,11 @@ from hypothesis import strategies as st
 
 from benchmarks.codec import expected_bits, falling_levels
 from krul_backend.codec.coefficients import coders
-from krul_backend.codec.coefficients.coders import (
-    CoefficientCoder,
-    EncodedLevels,
-    FixedWidthCoder,
-    RansCoder,
-    num_records,
-)
-from krul_backend.codec.coefficients.compiled import Levels
+from krul_backend.codec.coefficients.coders import EncodedLevels, RansCoder, num_records
+from krul_backend.codec.coefficients.scales import Levels
 from krul_backend.errors import CodecError
 
-CODERS = [RansCoder(), FixedWidthCoder()]
-both_coders = pytest.mark.parametrize("coder", CODERS, ids=["rans", "fixed-width"])
+CODER = RansCoder()
 
 
 NO_SHIFTS = np.zeros(3, np.int8)
@@ -55,7 +48,6 @@ def blocks(draw: st.DrawFn) -> Block:
 
 
 def decoded(
-    coder: CoefficientCoder,
     encoded: EncodedLevels,
     scales: np.ndarray,
     num_tokens: int,
@@ -65,59 +57,52 @@ def decoded(
     start = int(encoded.record_num_bytes[:first_record].sum())
     sizes = encoded.record_num_bytes[first_record:]
     # What is decoded as int16 are levels, whatever values would shrink by.
-    return out, coder.decode(encoded.data[start:], sizes, scales, out, shrink=0.25)
+    return out, CODER.decode(encoded.data[start:], sizes, scales, out, shrink=0.25)
 
 
-@both_coders
 @settings(max_examples=60, deadline=None)
 @given(block=blocks(), data=st.data())
-def test_every_tail_is_exact(coder: CoefficientCoder, block: Block, data: st.DataObject) -> None:
+def test_every_tail_is_exact(block: Block, data: st.DataObject) -> None:
     levels, scales, shifts = block
     before = levels.copy()
-    encoded = coder.encode(levels, scales, shifts)
+    encoded = CODER.encode(levels, scales, shifts)
     assert np.array_equal(levels, before)
     assert encoded.record_num_bytes.dtype == np.uint32
     assert len(encoded.record_num_bytes) == num_records(len(levels))
     assert int(encoded.record_num_bytes.sum()) == len(encoded.data)
     assert not (encoded.record_num_bytes % 4).any()
-    out, out_shifts = decoded(coder, encoded, scales, len(levels))
+    out, out_shifts = decoded(encoded, scales, len(levels))
     assert np.array_equal(out, levels)
     assert np.array_equal(out_shifts, shifts)
     record = data.draw(st.integers(0, num_records(len(levels)) - 1))
     tail, tail_shifts = levels[64 * record :], shifts[64 * record :]
-    out, out_shifts = decoded(coder, encoded, scales, len(tail), record)
+    out, out_shifts = decoded(encoded, scales, len(tail), record)
     assert np.array_equal(out, tail)
     assert np.array_equal(out_shifts, tail_shifts)
     # A record depends on its own tokens only.
-    alone = coder.encode(tail, scales, tail_shifts)
+    alone = CODER.encode(tail, scales, tail_shifts)
     assert np.array_equal(alone.data, encoded.data[int(encoded.record_num_bytes[:record].sum()) :])
 
 
-@both_coders
 @settings(max_examples=30, deadline=None)
 @given(block=blocks(), shrink=st.sampled_from([0.0, 0.125, 0.4375]))
-def test_values_are_levels_nearer_to_zero_in_steps_of_their_token(
-    coder: CoefficientCoder, block: Block, shrink: float
-) -> None:
+def test_values_are_levels_nearer_to_zero_in_steps_of_their_token(block: Block, shrink: float) -> None:
     levels, scales, shifts = block
-    encoded = coder.encode(levels, scales, shifts)
+    encoded = CODER.encode(levels, scales, shifts)
     values = np.full(levels.shape, np.nan, np.float32)
-    out_shifts = coder.decode(encoded.data, encoded.record_num_bytes, scales, values, shrink=shrink)
+    out_shifts = CODER.decode(encoded.data, encoded.record_num_bytes, scales, values, shrink=shrink)
     assert np.array_equal(out_shifts, shifts)
     wide = levels.astype(np.float64)
     expected = np.sign(wide) * (np.abs(wide) - shrink) * np.sqrt(2.0) ** shifts[:, None]
     assert np.allclose(values, expected, rtol=2e-7, atol=0)
 
 
-@both_coders
 @pytest.mark.parametrize("num_tokens", [0, 1, 64, 65, 300, 64 * 9 - 1])
-def test_threads_that_share_the_records_write_the_same_bytes(
-    coder: CoefficientCoder, num_tokens: int
-) -> None:
+def test_threads_that_share_the_records_write_the_same_bytes(num_tokens: int) -> None:
     levels, scales, shifts = falling_levels(num_tokens, 40, 9, 0.05)
-    alone = coder.encode(levels, scales, shifts)
+    alone = CODER.encode(levels, scales, shifts)
     for num_threads in (2, 3, 8):
-        shared = coder.encode(levels, scales, shifts, num_threads=num_threads)
+        shared = CODER.encode(levels, scales, shifts, num_threads=num_threads)
         assert np.array_equal(shared.data, alone.data)
         assert np.array_equal(shared.record_num_bytes, alone.record_num_bytes)
 
@@ -133,45 +118,41 @@ def test_records_are_encoded_in_as_many_threads_as_were_asked_for(monkeypatch: p
         return encode_block(*args)
 
     monkeypatch.setattr(coders, "encode_block", watched)
-    RansCoder().encode(*falling_levels(300, 40, 9, 0.05), num_threads=2)
+    CODER.encode(*falling_levels(300, 40, 9, 0.05), num_threads=2)
     assert len(threads) == 2
 
 
-@both_coders
-def test_arrays_of_any_layout(coder: CoefficientCoder) -> None:
+def test_arrays_of_any_layout() -> None:
     levels, scales, shifts = falling_levels(130, 40, 9, 0.05)
-    encoded = coder.encode(levels, scales, shifts)
+    encoded = CODER.encode(levels, scales, shifts)
     wide = np.zeros((130, 80), np.int16)
     wide[:, ::2] = levels
-    assert np.array_equal(coder.encode(wide[:, ::2], scales, np.repeat(shifts, 2)[::2]).data, encoded.data)
+    assert np.array_equal(CODER.encode(wide[:, ::2], scales, np.repeat(shifts, 2)[::2]).data, encoded.data)
     frozen = np.frombuffer(b"x" + encoded.data.tobytes(), np.uint8)[1:]
     out = np.empty_like(levels)
-    coder.decode(frozen, encoded.record_num_bytes, scales, out)
+    CODER.decode(frozen, encoded.record_num_bytes, scales, out)
     assert np.array_equal(out, levels)
     spread = np.zeros(2 * len(encoded.data), np.uint8)
     spread[::2] = encoded.data
     out.fill(0)
-    coder.decode(spread[::2], encoded.record_num_bytes, scales, out)
+    CODER.decode(spread[::2], encoded.record_num_bytes, scales, out)
     assert np.array_equal(out, levels)
 
 
-@both_coders
-def test_without_coefficients_only_shifts_are_stored(coder: CoefficientCoder) -> None:
+def test_without_coefficients_only_shifts_are_stored() -> None:
     shifts = (np.arange(70) % 16 - 8).astype(np.int8)
     for scales in (np.zeros(0, np.uint8), np.zeros(20, np.uint8)):
-        encoded = coder.encode(np.zeros((70, len(scales)), np.int16), scales, shifts)
+        encoded = CODER.encode(np.zeros((70, len(scales)), np.int16), scales, shifts)
         # 6 tokens are padded to 8. States are 4 bytes per lane.
-        states = [64, 24] if coder.name == "rans" else [0, 0]
-        assert encoded.record_num_bytes.tolist() == [32 + states[0], 4 + states[1]]
+        assert encoded.record_num_bytes.tolist() == [32 + 64, 4 + 24]
         assert encoded.data[:8].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
-        out, out_shifts = decoded(coder, encoded, scales, 70)
+        out, out_shifts = decoded(encoded, scales, 70)
         assert not out.any()
         assert np.array_equal(out_shifts, shifts)
-    nothing = coder.encode(np.zeros((0, 5), np.int16), np.full(5, 9, np.uint8), shifts[:0])
+    nothing = CODER.encode(np.zeros((0, 5), np.int16), np.full(5, 9, np.uint8), shifts[:0])
     assert len(nothing.data) == len(nothing.record_num_bytes) == 0
 
 
-@both_coders
 @pytest.mark.parametrize(
     ("levels", "scales", "shifts", "message"),
     [
@@ -198,16 +179,15 @@ def test_without_coefficients_only_shifts_are_stored(coder: CoefficientCoder) ->
     ],
 )
 def test_input_that_cannot_be_encoded(
-    coder: CoefficientCoder, levels: Levels, scales: np.ndarray, shifts: np.ndarray, message: str
+    levels: Levels, scales: np.ndarray, shifts: np.ndarray, message: str
 ) -> None:
     with pytest.raises(CodecError, match=message):
-        coder.encode(levels, scales, shifts)
+        CODER.encode(levels, scales, shifts)
 
 
-@both_coders
-def test_sizes_that_contradict_each_other(coder: CoefficientCoder) -> None:
+def test_sizes_that_contradict_each_other() -> None:
     levels, scales, shifts = falling_levels(100, 30, 9, 0.05)
-    encoded = coder.encode(levels, scales, shifts)
+    encoded = CODER.encode(levels, scales, shifts)
     data, sizes = encoded.data, encoded.record_num_bytes
     out = np.empty_like(levels)
     moved = sizes.copy()
@@ -236,21 +216,18 @@ def test_sizes_that_contradict_each_other(coder: CoefficientCoder) -> None:
         (data, sizes, out, float("nan"), "shrink"),
     ):
         with pytest.raises(CodecError, match=message):
-            coder.decode(wrong_data, wrong_sizes, scales, wrong_out, shrink=shrink)  # type: ignore[arg-type]
+            CODER.decode(wrong_data, wrong_sizes, scales, wrong_out, shrink=shrink)  # type: ignore[arg-type]
     with pytest.raises(CodecError, match="damaged"):
-        coder.decode(data, sizes, np.zeros(30, np.uint8), out)
+        CODER.decode(data, sizes, np.zeros(30, np.uint8), out)
     with pytest.raises(CodecError, match="scale 48"):
-        coder.decode(data, sizes, np.full(30, 48, np.uint8), out)
+        CODER.decode(data, sizes, np.full(30, 48, np.uint8), out)
 
 
-@both_coders
 @settings(max_examples=120, deadline=None)
 @given(block=blocks(), seed=st.integers(0, 2**32), kind=st.sampled_from(["flip", "random", "cut", "grow"]))
-def test_damage_never_reads_or_writes_elsewhere(
-    coder: CoefficientCoder, block: Block, seed: int, kind: str
-) -> None:
+def test_damage_never_reads_or_writes_elsewhere(block: Block, seed: int, kind: str) -> None:
     levels, scales, shifts = block
-    encoded = coder.encode(levels, scales, shifts)
+    encoded = CODER.encode(levels, scales, shifts)
     generator = np.random.default_rng(seed)
     data, sizes = encoded.data.copy(), encoded.record_num_bytes.copy()
     if kind == "flip":
@@ -266,27 +243,26 @@ def test_damage_never_reads_or_writes_elsewhere(
         sizes[-1] += 4
     guarded = np.full((len(levels) + 2, len(scales)), 12345, np.int16)
     try:
-        coder.decode(data, sizes, scales, guarded[1:-1])
+        CODER.decode(data, sizes, scales, guarded[1:-1])
     except CodecError:
         pass
     else:
         # Each lane of rANS takes foreign bytes for its own once in about 2^16 times.
-        assert kind == "flip" or coder.name == "fixed-width" or len(levels) < 4
+        assert kind == "flip" or len(levels) < 4
     assert (guarded[0] == 12345).all()
     assert (guarded[-1] == 12345).all()
 
 
 def test_a_changed_bit_of_rans_is_noticed_or_changes_levels() -> None:
-    coder = RansCoder()
     levels, scales, shifts = falling_levels(64, 100, 9, 0.05)
-    encoded = coder.encode(levels, scales, shifts)
+    encoded = CODER.encode(levels, scales, shifts)
     noticed = 0
     for place in range(len(encoded.data)):
         data = encoded.data.copy()
         data[place] ^= 1 << (place % 8)
         out = np.empty_like(levels)
         try:
-            out_shifts = coder.decode(data, encoded.record_num_bytes, scales, out)
+            out_shifts = CODER.decode(data, encoded.record_num_bytes, scales, out)
         except CodecError:
             noticed += 1
         else:
@@ -298,25 +274,6 @@ def test_a_changed_bit_of_rans_is_noticed_or_changes_levels() -> None:
 def test_rans_is_close_to_the_entropy_of_its_tables(largest: float, smallest: float, bits: float) -> None:
     levels, scales, shifts = falling_levels(64, 800, largest, smallest)
     ideal = expected_bits(levels, scales, shifts).sum() + 4 * len(shifts)
-    actual = 8 * len(RansCoder().encode(levels, scales, shifts).data)
+    actual = 8 * len(CODER.encode(levels, scales, shifts).data)
     assert abs(ideal / levels.size - bits) < 0.1
     assert ideal < actual < ideal * 1.02
-
-
-def test_fixed_width_takes_what_its_layout_says() -> None:
-    # 16 coefficients of levels -2 to 1: 2 bits each. 16 of zeros with 3 exceptions. 16 that are not coded. 11
-    # with levels of 3 bits, for which 16 are stored.
-    levels = np.zeros((64, 59), np.int16)
-    levels[:, :16] = np.arange(64)[:, None] % 4 - 2
-    levels[5, 20], levels[6, 21], levels[63, 31] = -31, 32, 33
-    levels[:, 48:] = np.arange(64)[:, None] % 8 - 4
-    scales = np.repeat(np.array([1, 1, 0, 1], np.uint8), 16)[:59]
-    encoded = FixedWidthCoder().encode(levels, scales, np.zeros(64, np.int8))
-    words = encoded.data.view(np.uint16).tolist()
-    assert words[:16] == [0x8888] * 16
-    assert words[16:19] == [2, 0 | 4 << 4, 3]
-    assert words[19 : 19 + 128] == [sum((token % 4) << 2 * token for token in range(8))] * 128
-    near, far = 5 * 16 + 4 | (32 - 31) << 10, 63 * 16 + 15
-    assert words[19 + 128 : 19 + 132] == [near, 6 * 16 + 5 | (32 + 31) << 10, far, 33]
-    num_words = 16 + 3 + 64 * 16 * 2 // 16 + 4 + 64 * 16 * 3 // 16
-    assert encoded.record_num_bytes.tolist() == [2 * (num_words + num_words % 2)]

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import GroupRestore
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.restore import GroupRestore
 from krul_backend.device import Device
 from krul_backend.planner.interface import TierCost
 from krul_backend.strategy.strategy import Precision
@@ -123,7 +122,7 @@ def test_heads_are_measured_whole_and_after_a_past(monkeypatch: pytest.MonkeyPat
 
 def test_decoding_is_measured_for_every_unit_in_use() -> None:
     engine = FakeEngine(1e-6)
-    codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
+    codec = ModelCodecs(SHAPE, NUM_LAYERS, None)
     units = units_in_use("krul", Precision.INT4, NUM_LAYERS)
     costs = engine.calibration().decode_costs(codec, units, TierCost(0.0, 0.0))
     assert set(costs.single_s) == {Precision.NATIVE, Precision.INT4}
@@ -149,7 +148,7 @@ def test_units_in_use_follow_the_strategy() -> None:
 def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock by which every restore takes 3 s, of which the copies of two groups take 1 s each."""
     engine, written = FakeEngine(1e-6), list[torch.Tensor]()
-    subspace = SubspaceCodec(make_bases(SHAPE, [1, 1], rank=4), None, [RansCoder()])
+    subspace = SubspaceCodec(make_bases(SHAPE, [1, 1], rank=4), None)
     write = GroupRestore.write
 
     def timed(device: Device, run: Callable[[], object]) -> float:
@@ -163,7 +162,7 @@ def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatc
     before = engine.pool.copy()
     monkeypatch.setattr(cost_calibration, "timed", timed)
     monkeypatch.setattr(GroupRestore, "write", write_and_keep)
-    costs = engine.calibration().group_costs(subspace, TierCost(1.0, 0.0))
+    group_s = engine.calibration().group_s(subspace, TierCost(1.0, 0.0))
     assert len(written) == cost_calibration._REPEATS * NUM_LAYERS
     num_tokens = min(cost_calibration._DECODED_TOKENS, NUM_SLOTS // 2)
     # All groups of the model are decoded each time.
@@ -173,14 +172,14 @@ def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatc
     for now, old in zip(engine.pool.copy(), before, strict=True):
         assert torch.equal(now.k, old.k)
         assert torch.equal(now.v, old.v)
-    assert costs == {"rans": 1.0 / num_tokens / NUM_LAYERS}
+    assert group_s == 1.0 / num_tokens / NUM_LAYERS
 
 
 def test_loads_are_measured_as_restores_copy() -> None:
     """From page-locked memory: copies of other memory are several times slower."""
     engine, device = FakeEngine(1e-6), StrictDevice()
     engine.pool.streams = device
-    codec = SegmentCodec(SHAPE, NUM_LAYERS, None)
+    codec = ModelCodecs(SHAPE, NUM_LAYERS, None)
     num_bytes, seconds = engine.calibration()._restore_s(codec, (0, 1), Precision.INT4, 64)
     assert seconds > 0
     uploads = [entry for entry in device.module.log if entry.kind == "upload"]

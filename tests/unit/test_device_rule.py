@@ -13,8 +13,8 @@ KNOWS_DEVICES = ("backend/krul_backend/device.py", "krul_sglang/adapter/platform
 MAY_MOVE_TENSORS = {
     "backend/krul_backend/attention/rows.py": "rows that a caller hands in may lie on another device",
     "backend/krul_backend/codec/rotary.py": "nothing moves if the table lies where the keys do",
-    "backend/krul_backend/codec/triton_restore.py": "the same table, once",
-    "backend/krul_backend/codec/triton_group_restore.py": "the coder's tables, once",
+    "backend/krul_backend/codec/kernel_arguments.py": "the same table, once",
+    "backend/krul_backend/codec/subspace/triton_group_restore.py": "the coder's tables, once",
     "backend/krul_backend/codec/subspace/bases.py": "once, when bases are loaded",
     "backend/krul_backend/codec/subspace/codec.py": "the reference implementation: nothing moves on a CPU",
     "backend/krul_backend/codec/subspace/vectors.py": "numbers of tokens, whose coefficients are waited for",

@@ -15,8 +15,12 @@ import torch
 
 from krul_backend.attention.rows import ReadKeys
 from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.codec import interface
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.unit import NativeLayer
+from krul_backend.codec.units import UnitPlan
 from krul_backend.device import Device
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
@@ -28,7 +32,6 @@ from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
-from krul_sglang.engine.restore import tail_groups
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
 from krul_sglang.engine.save import segment_writer
@@ -45,7 +48,7 @@ TOKEN_BYTES = NUM_LAYERS * 2 * 2 * 16 * 4  # layers x (K, V) x heads x channels 
 class FixedDecision:
     """Chooses one strategy for every turn, and remembers for which it was asked."""
 
-    def __init__(self, codec: SegmentCodec, strategy: Strategy) -> None:
+    def __init__(self, codec: ModelCodecs, strategy: Strategy) -> None:
         self.codec = codec
         self.strategy = strategy
         self.asked: list[Turn | None] = []
@@ -88,7 +91,7 @@ class Bench:
         self.store = make_store(capacity_bytes)
         device.lock_pages(self.store.host.buffer)
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
-        self.codec = SegmentCodec(self.pool.shape, NUM_LAYERS, rotary=None)
+        self.codec = ModelCodecs(self.pool.shape, NUM_LAYERS, rotary=None)
         self.decision = FixedDecision(self.codec, Strategy.from_pairs(NUM_LAYERS))
         self.offloader = TurnOffloader(
             self.store,
@@ -210,14 +213,11 @@ def test_compressed_rows_come_back_as_the_codec_decodes_them(bench: Bench, strat
 
 def decoded(bench: Bench, strategy: Strategy, slots: torch.Tensor, start: int) -> list[LayerKV]:
     """All layers of the rows ``slots``, encoded and decoded without a store."""
-    codec = SegmentCodec(bench.pool.shape, NUM_LAYERS, rotary=None)
+    codec = ModelCodecs(bench.pool.shape, NUM_LAYERS, rotary=None)
     kv = [bench.pool.gather(layer, slots) for layer in range(NUM_LAYERS)]
-    encoding = codec.prepare(strategy, kv.__getitem__, start_token=start, num_tokens=len(slots))
-    blocks: dict[int, torch.Tensor] = {}
-    for unit in strategy.units:
-        encoded = codec.encode_unit(encoding, unit, [kv[layer] for layer in unit])
-        blocks.update(zip(unit, encoded, strict=True))
-    decoder = codec.open(encoding.params, start_token=start, num_tokens=len(slots))
+    encoding = codec.of(strategy).encode(TokenRun(kv.__getitem__, start, len(slots)), UnitPlan(strategy))
+    blocks = dict(encoding.blocks)
+    decoder = codec.of(strategy).open(encoding.params, start_token=start, num_tokens=len(slots))
     return [decoder.decode(layer, blocks, 0, len(slots)) for layer in range(NUM_LAYERS)]
 
 
@@ -527,20 +527,21 @@ def test_bytes_are_given_back_when_no_copy_writes_them_any_more(
 ) -> None:
     bench = Bench(device=strict)
     under_way = copies_at_each_abort(bench, strict, monkeypatch)
-    encode = bench.codec.encode_unit
+    encode, encoded = NativeLayer.encode, list[None]()
 
-    def fail_half_way(encoding: Any, unit: tuple[int, ...], layers: Any) -> Any:
-        if unit == (2,):
+    def fail_half_way(unit: NativeLayer, layers: Any) -> Any:
+        encoded.append(None)
+        if len(encoded) == 3:
             assert len(strict.module.copies_under_way()) == 2
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return encode(encoding, unit, layers)
+        return encode(unit, layers)
 
-    monkeypatch.setattr(bench.codec, "encode_unit", fail_half_way)
+    monkeypatch.setattr(NativeLayer, "encode", fail_half_way)
     assert not bench.store_turn(bench.turn("a", 2))
     assert under_way == [0]
     assert bench.offloader.counters.dropped_turns == {"error": 1}
     assert bench.store.stats().num_reservations == 0
-    monkeypatch.setattr(bench.codec, "encode_unit", encode)
+    monkeypatch.setattr(NativeLayer, "encode", encode)
     assert bench.store_turn(bench.turn("a", 2))
     bench.close()
 
@@ -596,7 +597,7 @@ def test_a_long_turn_becomes_several_segments_of_bounded_layers(
         return uploaded
 
     monkeypatch.setattr(strict, "upload_joined", watched)
-    monkeypatch.setattr(tail_groups, "MAX_JOINED_BYTES", layer_bytes)
+    monkeypatch.setattr(interface, "MAX_JOINED_BYTES", layer_bytes)
     targets = torch.arange(NUM_SLOTS - 40, NUM_SLOTS)
     assert bench.loader.finish(bench.loader.start({"r": bench.load(turn, targets)}))
     # Two segments of the bound's size, and a shorter one, in each layer.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from krul_sglang.config import KrulConfig
-from krul_sglang.engine.restore.loading import FaultInjection
+import pytest
+
+from tests.support import faulty_loads
+from tests.support.faulty_loads import STALL_S, FaultyLoads
 
 NUM_LAYERS = 3
 
 
-def hits(num_ranks: int, fault: str = "load-error") -> list[tuple[int, int, int]]:
+def hits(num_ranks: int) -> list[tuple[int, int, int]]:
     """``(load, rank, layer)`` of each fault in the first eight loads."""
-    config = KrulConfig.from_mapping({"fault_injection": fault}, "test")
     found = []
     for rank in range(num_ranks):
-        faults = FaultInjection(config, rank, num_ranks, NUM_LAYERS)
+        faults = FaultyLoads("load-error", rank, num_ranks, NUM_LAYERS)
         for index in range(8):
             for layer in range(NUM_LAYERS):
                 try:
@@ -31,5 +32,14 @@ def test_ranks_take_turns_and_every_second_load_is_spared_on_all() -> None:
     assert hits(2) == [(0, 0, 0), (2, 1, 1), (4, 0, 2), (6, 1, 0)]
 
 
-def test_without_a_fault_loads_run_as_always() -> None:
-    assert hits(2, "none") == []
+@pytest.mark.parametrize(("patience_s", "stall_s"), [(None, STALL_S), (0.5, 1.5)])
+def test_loads_stop_for_longer_than_they_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float | None, stall_s: float
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(faulty_loads.time, "sleep", waits.append)
+    faults = FaultyLoads("load-stall", 0, 1, NUM_LAYERS, patience_s)
+    for index in range(4):
+        for layer in range(NUM_LAYERS):
+            faults.before_layer(index, layer)
+    assert waits == [stall_s, stall_s]

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from krul_backend.codec.restore import restore_layer
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.interface import TokenRun
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.unit_restore import restore_layer
+from krul_backend.codec.units import UnitPlan
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.adapter import start_proof
 from krul_sglang.adapter.head_attention import HeadAttention, NoHeadsError
@@ -72,16 +74,14 @@ def test_every_byte_is_stored_and_comes_back(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     for buffer in (*pool.buffers(0), *pool.buffers(1)):
         buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
-    codec = SegmentCodec(pool.shape, NUM_LAYERS, None)
+    codec = ModelCodecs(pool.shape, NUM_LAYERS, None)
     taken, placed = torch.arange(3, 23), torch.arange(60, 40, -1)
-    encoding = codec.prepare(
-        Strategy.from_pairs(NUM_LAYERS), lambda layer: pool.gather(layer, taken), start_token=0, num_tokens=20
-    )
+    run = TokenRun(lambda layer: pool.gather(layer, taken), 0, 20)
+    encoding = codec.native.encode(run, UnitPlan(Strategy.from_pairs(NUM_LAYERS)))
     assert encoding.layer_num_bytes == (20 * 2 * NUM_HEADS * HEAD_DIM,) * NUM_LAYERS
-    decoder = codec.open(encoding.params, start_token=0, num_tokens=20)
-    for layer in range(NUM_LAYERS):
+    decoder = codec.native.open(encoding.params, start_token=0, num_tokens=20)
+    for layer, block in encoding.blocks:
         before = pool.gather(layer, taken)
-        (block,) = codec.encode_unit(encoding, (layer,), [before])
         restore_layer(decoder, layer, {layer: block}, 0, 20, *pool.buffers(layer), placed)
         after = pool.gather(layer, placed)
         assert torch.equal(after.k, before.k)

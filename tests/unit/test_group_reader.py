@@ -12,24 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec import interface
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.restore import GroupRestore
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.coded_tail import CodedTail
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
+from krul_backend.codec.subspace.restore import GroupRestore
+from krul_backend.codec.units import UnitDecoder, UnitPlan
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import SUBSPACE, Strategy
 from krul_backend.tiers.common.interface import Lease
-from krul_sglang.engine.restore import tail_groups
 from krul_sglang.engine.restore.segment_reader import (
-    GroupReader,
-    KeptRoom,
     SegmentReader,
-    UnitReader,
     open_segments,
 )
 from krul_sglang.engine.restore.tail_groups import TailGroups
@@ -50,8 +48,8 @@ PAGE_KEYS = [f"page-{page}" for page in range(END // PAGE_SIZE)]
 MODEL = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 8, 4, PAGE_SIZE, 0, 1)
 TABLE = rotary_table(SHAPE.k_head_dim)
 BASES = make_bases(SHAPE, [len(group) for group in GROUPS])
-SUBSPACES = SubspaceCodec(BASES, TABLE, [RansCoder()])
-CODEC = SegmentCodec(SHAPE, NUM_LAYERS, TABLE, subspace=SUBSPACES)
+SUBSPACES = SubspaceCodec(BASES, TABLE)
+CODEC = ModelCodecs(SHAPE, NUM_LAYERS, TABLE, subspace=SUBSPACES)
 LAYERS = make_layers(BASES, END, TABLE)
 Heads = tuple[int, ...]
 TOLERANCE = 0.01
@@ -74,7 +72,6 @@ def stored_in_groups(start: int, end: int, head_ends: Heads = NO_HEADS) -> Store
         num_tokens=end - start,
         attention=None,
         max_damage=0.1,
-        coder=RansCoder.name,
     )
     layout = SUBSPACES.open(encoded.params, start_token=start, num_tokens=end - start)
     first_token = layout.kept_from(head_ends)
@@ -88,8 +85,8 @@ def stored_in_groups(start: int, end: int, head_ends: Heads = NO_HEADS) -> Store
 def stored_natively(start: int, end: int) -> Stored:
     layers = [LayerKV(kv.k[start:end], kv.v[start:end]) for kv in LAYERS]
     strategy = Strategy.from_pairs(NUM_LAYERS)
-    encoding = CODEC.prepare(strategy, layers.__getitem__, start_token=start, num_tokens=end - start)
-    blocks = [CODEC.encode_unit(encoding, (layer,), [kv])[0] for layer, kv in enumerate(layers)]
+    encoding = CODEC.native.encode(TokenRun(layers.__getitem__, start, end - start), UnitPlan(strategy))
+    blocks = [block for _, block in encoding.blocks]
     manifest = manifest_of(
         start, end, "krul", encoding.params, encoding.layer_first_token, encoding.layer_num_bytes
     )
@@ -175,7 +172,7 @@ any_heads = st.lists(st.integers(0, END // PAGE_SIZE), min_size=NUM_LAYERS, max_
 @pytest.mark.parametrize("head_ends", HEADS.values(), ids=HEADS.keys())
 def test_tails_are_what_the_whole_segment_decodes_to(head_ends: Heads) -> None:
     readers = read_and_check(lease_of(whole_segments(), 0), head_ends)
-    assert {type(reader) for reader in readers} == {GroupReader}
+    assert {type(reader.decoder) for reader in readers} == {SubspaceDecoder}
     assert [reader.num_bytes for reader in readers] == [
         tail_num_bytes(reader, head_ends) for reader in readers
     ]
@@ -291,7 +288,7 @@ def test_a_conversation_may_be_stored_in_both_ways() -> None:
     before, slots, head_ends = pool.copy(), torch.arange(END).flip(0), (180, 180, 140, 100, 100, 20)
     lease = lease_of(segments, 0)
     readers = open_segments(lease, CODEC, END)
-    assert [type(reader) for reader in readers] == [GroupReader, UnitReader, GroupReader]
+    assert [type(reader.decoder) for reader in readers] == [SubspaceDecoder, UnitDecoder, SubspaceDecoder]
     read_tails(lease, readers, head_ends, slots, pool)
     expected = [
         LayerKV(
@@ -307,15 +304,15 @@ def test_segments_are_decoded_together_if_they_are_not_large(monkeypatch: pytest
     """A device holds the coefficients of all of them at once."""
     load = make_load(lease_of(whole_segments(), 0), CODEC, torch.arange(END))
     for reader in load.readers:
-        reader.begin(NO_HEADS, KeptRoom())
+        reader.begin(NO_HEADS)
     token_bytes = SHAPE.k_token_bytes + SHAPE.v_token_bytes
     for max_tokens, starts in ((END, [[0, 136, 200]]), (200, [[0, 136], [200]]), (1, [[0], [136], [200]])):
-        monkeypatch.setattr(tail_groups, "MAX_JOINED_BYTES", max_tokens * token_bytes)
+        monkeypatch.setattr(interface, "MAX_JOINED_BYTES", max_tokens * token_bytes)
         groups = TailGroups(list(load.parts()), Device(torch.device("cpu"))).of_layer(0)
         assert [[block.source.header.start_token for block in group.blocks] for group in groups] == starts
 
 
 def test_segments_in_bases_that_are_not_here_cannot_be_opened() -> None:
-    without_bases = SegmentCodec(SHAPE, NUM_LAYERS, TABLE)
+    without_bases = ModelCodecs(SHAPE, NUM_LAYERS, TABLE)
     with pytest.raises(CodecError, match="which are not here"):
         open_segments(lease_of(whole_segments(), 0), without_bases, END)

@@ -92,6 +92,31 @@ def test_imports_run_one_way_between_rooms(
     assert wrong == []
 
 
+def names_from(path: Path, package: str) -> set[str]:
+    """The names that a file imports from modules of a package."""
+    return {
+        alias.asname or alias.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package)
+        for alias in node.names
+    }
+
+
+def test_nobody_outside_asks_which_codec_it_is() -> None:
+    """What differs from codec to codec is in its own room, behind the interface that all of them have."""
+    wrong = []
+    for folder in (BACKEND, ENGINE.parent):
+        for _, path in modules(folder):
+            if BACKEND / "codec" in path.parents:
+                continue
+            of_codecs = names_from(path, "krul_backend.codec") | {"Strategy", "LayerGroups"}
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                    kinds = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+                    wrong += [f"{path.name}: {ast.unparse(node)}"] * bool(kinds & of_codecs)
+    assert wrong == []
+
+
 def test_every_room_says_what_it_is_for() -> None:
     for folder, floors in ((BACKEND, BACKEND_FLOORS), (ENGINE, ENGINE_FLOORS)):
         for room in (folder / name.replace(".", "/") for names in floors for name in names):

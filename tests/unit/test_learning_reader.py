@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases, vector_size
@@ -180,7 +179,7 @@ def test_learned_bases_store_a_text_that_they_have_not_seen() -> None:
     assert 0 < bases.damage_factor < 10
     tokens = ids(PLAN.text_tokens, seed=77)
     text = reader().read_history(tokens[: PLAN.read_tokens])
-    codec = SubspaceCodec(bases, reader().rotary, [RansCoder()])
+    codec = SubspaceCodec(bases, reader().rotary)
     sizes, divergences = [], []
     for limit in (0.01, 0.1):
         encoded = codec.encode(
@@ -189,7 +188,6 @@ def test_learned_bases_store_a_text_that_they_have_not_seen() -> None:
             num_tokens=PLAN.read_tokens,
             attention=text.attention,
             max_damage=limit,
-            coder="rans",
         )
         decoder = codec.open(encoded.params, start_token=0, num_tokens=PLAN.read_tokens)
         restored = decoder.decode_all(encoded.blocks)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.parameters import CodecOptions
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.device import Device
 from krul_backend.errors import CodecError, TierReadError
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice
@@ -302,7 +302,7 @@ def test_other_kv_of_the_same_tokens_is_not_decoded_as_what_was_leased(
 
     def fetch_other(lease: Any, tails: Any) -> Any:
         (piece,) = fetch(lease, tails)
-        other = SegmentCodec(SHAPE, NUM_LAYERS, None, CodecOptions(group_size=32))
+        other = ModelCodecs(SHAPE, NUM_LAYERS, None, CodecOptions(group_size=32))
         params = {**piece.header.codec_params, "group_size": 32}
         assert params != piece.header.codec_params
         other.open(params, start_token=0, num_tokens=NUM_TOKENS)

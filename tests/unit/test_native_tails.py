@@ -6,10 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.parameters import CodecOptions
-from krul_backend.codec.restore import NativeTail, NativeTails
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.unit_restore import NativeTail, NativeTails
+from krul_backend.codec.units import UnitPlan
 from krul_backend.device import Device
 from krul_backend.strategy.strategy import Strategy
 
@@ -42,17 +44,16 @@ def parts(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 def test_every_row_comes_to_its_slot_to_the_bit_and_no_other_slot_changes(
     shape: LayerShape, wanted: list[tuple[int, int, int]], seed: int
 ) -> None:
-    codec = SegmentCodec(shape, 1, None, CodecOptions(group_size=GROUP))
+    codec = ModelCodecs(shape, 1, None, CodecOptions(group_size=GROUP))
     tails: list[NativeTail] = []
     pieces: list[torch.Tensor] = []
     expected: list[LayerKV] = []
     for number, (num_tokens, first, end) in enumerate(wanted):
         kv = random_rows(shape, num_tokens, seed + number)
-        encoding = codec.prepare(
-            Strategy.from_pairs(1), [kv].__getitem__, start_token=0, num_tokens=num_tokens
-        )
-        (block,) = codec.encode_unit(encoding, (0,), [kv])
-        unit = codec.open(encoding.params, start_token=0, num_tokens=num_tokens).native_units[0]
+        run = TokenRun([kv].__getitem__, 0, num_tokens)
+        encoding = codec.native.encode(run, UnitPlan(Strategy.from_pairs(1)))
+        ((_, block),) = encoding.blocks
+        unit = codec.native.open(encoding.params, start_token=0, num_tokens=num_tokens).native_units[0]
         assert unit is not None
         tail = NativeTail(unit, first, end)
         tails.append(tail)

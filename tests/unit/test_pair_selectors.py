@@ -7,19 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.baselines import RandomSelector, SeededEvidence
+from benchmarks.baselines import FixedSelector, MatchingSelector, RandomSelector, SeededEvidence
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.errors import StrategyError
-from krul_backend.strategy.selectors import (
+from krul_backend.codec.pairs.selectors import (
     SELECTORS,
     Evidence,
-    FixedSelector,
     KrulSelector,
-    MatchingSelector,
     MiniCacheSelector,
     UnsharedSelector,
     make_selector,
 )
+from krul_backend.errors import StrategyError
 from krul_backend.strategy.strategy import Pair, Precision
 from tests.support.strategy_builders import attention_evidence, make_statistics
 
@@ -167,6 +165,13 @@ def test_all_selectors_share_as_many_layers_as_asked_for(num_layers: int, percen
     assert len(minicache.pairs) == min(asked, (num_layers - num_layers // 2) // 2)
 
 
+@pytest.mark.parametrize("num_layers", [1, 2, 7])
+def test_without_statistics_no_pairs_are_matched(num_layers: int) -> None:
+    selector = MatchingSelector(layer_ratio=0.5, gamma=0.5, precision=Precision.INT8)
+    strategy = selector.select(Evidence(num_layers))
+    assert strategy == UnsharedSelector(precision=Precision.INT8).select(Evidence(num_layers))
+
+
 @pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize("num_layers", [1, 2, 7])
 def test_without_evidence_nothing_is_guessed(name: str, num_layers: int) -> None:
@@ -174,14 +179,14 @@ def test_without_evidence_nothing_is_guessed(name: str, num_layers: int) -> None
     strategy = selector.select(Evidence(num_layers))
     assert selector.name == name
     assert len(strategy.layers) == num_layers
-    if name in ("krul", "matching"):
+    if name == "krul":
         assert strategy.pairs == ()
     assert {layer.precision for layer in strategy.layers} == {Precision.INT8}
 
 
-@pytest.mark.parametrize("name", ["krul", "matching"])
-def test_statistics_without_a_row_share_nothing(name: str) -> None:
-    selector = make_selector(name, layer_ratio=1.0, gamma=0.0, precision=Precision.NATIVE)
+@pytest.mark.parametrize("kind", [KrulSelector, MatchingSelector])
+def test_statistics_without_a_row_share_nothing(kind: type[KrulSelector]) -> None:
+    selector = kind(layer_ratio=1.0)
     evidence = Evidence(4, AttentionStatistics.zero(4, 2))
     assert selector.select(evidence).is_lossless
 
@@ -192,7 +197,7 @@ def test_unshared_is_lossless_at_native_precision() -> None:
 
 
 def test_an_unknown_selector_is_answered_with_the_names() -> None:
-    with pytest.raises(StrategyError, match=r"'crul' is unknown \(accepted: none, krul, matching, minicache"):
+    with pytest.raises(StrategyError, match=r"'crul' is unknown \(accepted: none, krul, minicache"):
         make_selector("crul", layer_ratio=0.5, gamma=0.5, precision=Precision.NATIVE)
 
 
@@ -200,7 +205,7 @@ def test_an_unknown_selector_is_answered_with_the_names() -> None:
     ("name", "gamma", "layer_ratio", "message"),
     [
         ("krul", 1.5, 0.5, "gamma is 1.5"),
-        ("matching", 0.5, -0.1, "r_l is -0.1"),
+        ("minicache", 0.5, -0.1, "r_l is -0.1"),
         ("minicache", 0.5, float("nan"), "r_l is nan"),
     ],
 )

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from krul_backend.codec.interface import EncodedRun, TokenRun
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.parameters import CodecOptions
-from krul_backend.codec.segment_codec import SegmentCodec, SegmentEncoding
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.units import UnitPlan
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
 from tests.support.codec_builders import START_TOKEN, encode_all, random_layers, rotary_table
@@ -21,24 +23,17 @@ PAIRS = [(0, 2), (1, 3)]
 TABLE = rotary_table(16)
 
 
-def make_partial_codec() -> SegmentCodec:
-    return SegmentCodec(SHAPE, NUM_LAYERS, TABLE, CodecOptions(group_size=GROUP, retained_amount=0.2))
+def make_partial_codec() -> ModelCodecs:
+    return ModelCodecs(SHAPE, NUM_LAYERS, TABLE, CodecOptions(group_size=GROUP, retained_amount=0.2))
 
 
 def encode_kept(
-    codec: SegmentCodec, strategy: Strategy, layers: list[LayerKV], head_ends: list[int]
-) -> tuple[SegmentEncoding, dict[int, torch.Tensor]]:
-    encoding = codec.prepare(
-        strategy,
-        layers.__getitem__,
-        start_token=START_TOKEN,
-        num_tokens=layers[0].k.shape[0],
-        head_ends=head_ends,
-    )
+    codec: ModelCodecs, strategy: Strategy, layers: list[LayerKV], head_ends: list[int]
+) -> tuple[EncodedRun, dict[int, torch.Tensor]]:
+    run = TokenRun(layers.__getitem__, START_TOKEN, layers[0].k.shape[0], head_ends)
+    encoding = codec.of(strategy).encode(run, UnitPlan(strategy))
     blocks = {layer: torch.empty(0, dtype=torch.uint8) for layer in range(NUM_LAYERS)}
-    for unit in encoding.kept_units:
-        encoded = codec.encode_unit(encoding, unit, [layers[layer] for layer in unit])
-        blocks.update(zip(unit, encoded, strict=True))
+    blocks.update(encoding.blocks)
     return encoding, blocks
 
 
@@ -131,15 +126,11 @@ def test_layers_of_which_nothing_is_kept_are_not_read() -> None:
     codec = make_partial_codec()
     strategy = Strategy.from_pairs(NUM_LAYERS, PAIRS, Precision.INT4)
     end = START_TOKEN + 40
-    encoding = codec.prepare(
-        strategy,
-        read_layer,
-        start_token=START_TOKEN,
-        num_tokens=40,
-        head_ends=[end + 8, START_TOKEN, end, START_TOKEN],
-    )
+    run = TokenRun(read_layer, START_TOKEN, 40, [end + 8, START_TOKEN, end, START_TOKEN])
+    encoding = codec.of(strategy).encode(run, UnitPlan(strategy))
     assert set(read) == {1, 3}
-    assert encoding.kept_units == ((1, 3),)
+    assert {layer for layer, _ in encoding.blocks} == {1, 3}
+    assert set(read) == {1, 3}
     assert encoding.layer_first_token == (end, START_TOKEN, end, START_TOKEN)
     assert encoding.layer_num_bytes[0] == encoding.layer_num_bytes[2] == 0
     # What can be read of the manifest's parameters does not depend on what was left out.
@@ -153,7 +144,6 @@ def test_a_segment_of_which_nothing_is_kept() -> None:
     encoding, blocks = encode_kept(
         codec, Strategy.from_pairs(NUM_LAYERS, PAIRS), layers, [10**6] * NUM_LAYERS
     )
-    assert encoding.kept_units == ()
     assert encoding.layer_num_bytes == (0,) * NUM_LAYERS
     assert all(block.numel() == 0 for block in blocks.values())
 
@@ -181,7 +171,7 @@ def test_heads_of_another_number_of_layers_are_refused() -> None:
     codec = make_partial_codec()
     strategy = Strategy.from_pairs(NUM_LAYERS)
     _, _, decoder = encode_all(codec, strategy, layers)
-    with pytest.raises(CodecError, match="heads of 3 layers for a model of 4"):
+    with pytest.raises(CodecError, match="3 tokens for a segment of 4 layers"):
         encode_kept(codec, strategy, layers, [START_TOKEN] * 3)
     for ask in (decoder.kept_from, decoder.kept_num_bytes, decoder.decodable_from):
         with pytest.raises(CodecError, match="5 tokens for a segment of 4 layers"):
@@ -194,8 +184,8 @@ def test_bytes_of_a_token_are_those_of_full_groups(precision: Precision) -> None
     strategy = Strategy.from_pairs(NUM_LAYERS, PAIRS, precision)
     layers = random_layers(SHAPE, NUM_LAYERS, 3 * GROUP)
     _, _, decoder = encode_all(codec, strategy, layers)
-    assert codec.last_use(strategy) == decoder.last_use
-    for layer, token_bytes in enumerate(codec.layer_token_bytes(strategy)):
+    assert codec.of(strategy).last_use(strategy) == decoder.last_use
+    for layer, token_bytes in enumerate(codec.of(strategy).layer_token_bytes(strategy)):
         # From one group to the next: without what a pair retains, which lies at the end.
         two_groups = decoder.tail_start(layer, 2 * GROUP) - decoder.tail_start(layer, 0)
         assert token_bytes * 2 * GROUP == two_groups
@@ -203,7 +193,8 @@ def test_bytes_of_a_token_are_those_of_full_groups(precision: Precision) -> None
 
 def test_layers_without_a_partner_are_needed_by_themselves_alone() -> None:
     codec = make_partial_codec()
-    assert codec.last_use(Strategy.from_pairs(NUM_LAYERS)) == tuple(range(NUM_LAYERS))
-    assert codec.last_use(Strategy.from_pairs(NUM_LAYERS, [(0, 3)])) == (3, 1, 2, 3)
+    alone, paired = Strategy.from_pairs(NUM_LAYERS), Strategy.from_pairs(NUM_LAYERS, [(0, 3)])
+    assert codec.of(alone).last_use(alone) == tuple(range(NUM_LAYERS))
+    assert codec.of(paired).last_use(paired) == (3, 1, 2, 3)
     with pytest.raises(CodecError):
-        codec.last_use(Strategy.from_pairs(NUM_LAYERS + 1))
+        codec.of(alone).last_use(Strategy.from_pairs(NUM_LAYERS + 1))

@@ -56,7 +56,7 @@ def allocation_of(
     return SpaceAllocation(
         planner,
         OnlineCosts(costs_of() if costs is None else costs),
-        decode_costs.token_s,
+        decode_costs,
         agreement,
         page_size=PAGE_SIZE,
         max_head_tokens=24,
@@ -67,7 +67,7 @@ def allocation_of(
     ("stored_as", "layer_token_bytes", "last_use", "decode_token_s"),
     [
         (KINDS["slerp-int4"], (4.0, 3.0, 3.0, 1.0), (3, 1, 2, 3), (0.5, 0.0, 0.0, 0.5)),
-        (LayerGroups((3, 4), "rans"), (6.0, 0.0, 0.0, 2.0), (2, 1, 2, 3), (0.0, 0.0, 0.75, 0.25)),
+        (LayerGroups((3, 4)), (6.0, 0.0, 0.0, 2.0), (2, 1, 2, 3), (0.0, 0.0, 0.75, 0.25)),
     ],
 )
 def test_an_allocation_plans_the_return_of_the_whole_conversation(
@@ -77,7 +77,7 @@ def test_an_allocation_plans_the_return_of_the_whole_conversation(
     decode_token_s: tuple[float, ...],
 ) -> None:
     planner = HeadsPlanner(lambda problem: (16, 8, 8, 0))
-    decode_costs = DecodeCosts({}, {Precision.INT4: 0.5}, {"rans": 0.25})
+    decode_costs = DecodeCosts({}, {Precision.INT4: 0.5}, 0.25)
     heads = allocation_of(planner, decode_costs=decode_costs).head_ends(
         40, Planned(stored_as, layer_token_bytes, last_use)
     )
@@ -129,35 +129,30 @@ def test_what_an_allocation_leaves_out_can_be_restored_within_the_limit() -> Non
 def test_decoding_costs_follow_the_precision_and_the_pairs() -> None:
     costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0}, {Precision.INT8: 7.0})
     strategy = Strategy.from_pairs(4, [(1, 2)], Precision.INT8)
-    assert costs.token_s(strategy) == (2.0, 7.0, 7.0, 2.0)
-    assert costs.token_s(Strategy.from_pairs(4)) == (0.0,) * 4
+    assert strategy.decode_token_s(costs) == (2.0, 7.0, 7.0, 2.0)
+    assert Strategy.from_pairs(4).decode_token_s(costs) == (0.0,) * 4
 
 
 def test_what_was_not_measured_costs_as_much_as_the_slowest() -> None:
     costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0, Precision.INT4: 3.0}, {})
-    assert costs.token_s(Strategy.from_pairs(2, [], Precision.INT2)) == (3.0, 3.0)
+    assert Strategy.from_pairs(2, [], Precision.INT2).decode_token_s(costs) == (3.0, 3.0)
 
 
 def test_a_pair_that_was_not_measured_costs_more_than_its_layers() -> None:
     costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0}, {Precision.NATIVE: 1.0})
-    assert costs.token_s(Strategy.from_pairs(2, [(0, 1)], Precision.INT8)) == (2 * PAIR_FACTOR,) * 2
+    assert Strategy.from_pairs(2, [(0, 1)], Precision.INT8).decode_token_s(costs) == (2 * PAIR_FACTOR,) * 2
     # Measured as nothing is measured.
     free = DecodeCosts({Precision.INT8: 2.0}, {Precision.INT8: 0.0})
-    assert free.token_s(Strategy.from_pairs(2, [(0, 1)], Precision.INT8)) == (0.0, 0.0)
+    assert Strategy.from_pairs(2, [(0, 1)], Precision.INT8).decode_token_s(free) == (0.0, 0.0)
 
 
 def test_the_last_layer_of_a_group_pays_for_all_of_them() -> None:
     """A group is decoded at once, from the shortest head on, which is that of its last layer."""
-    costs = DecodeCosts({Precision.NATIVE: 9.0}, {}, {"rans": 2.0, "fixed-width": 1.0})
-    assert costs.token_s(LayerGroups((3, 4, 6), "rans")) == (0.0, 0.0, 6.0, 2.0, 0.0, 4.0)
-    assert costs.token_s(LayerGroups((1, 4), "fixed-width")) == (1.0, 0.0, 0.0, 3.0)
-
-
-def test_a_coder_that_was_not_measured_costs_as_much_as_the_slowest() -> None:
-    costs = DecodeCosts({Precision.NATIVE: 9.0}, {}, {"rans": 2.0, "fixed-width": 1.0})
-    assert costs.token_s(LayerGroups((2,), "other")) == (0.0, 4.0)
+    costs = DecodeCosts({Precision.NATIVE: 9.0}, {}, 2.0)
+    assert LayerGroups((3, 4, 6)).decode_token_s(costs) == (0.0, 0.0, 6.0, 2.0, 0.0, 4.0)
+    assert LayerGroups((1, 4)).decode_token_s(costs) == (2.0, 0.0, 0.0, 6.0)
 
 
 def test_without_any_measurement_decoding_is_free() -> None:
-    assert NO_DECODING.token_s(Strategy.from_pairs(2, [(0, 1)], Precision.INT4)) == (0.0, 0.0)
-    assert NO_DECODING.token_s(LayerGroups((2,), "rans")) == (0.0, 0.0)
+    assert Strategy.from_pairs(2, [(0, 1)], Precision.INT4).decode_token_s(NO_DECODING) == (0.0, 0.0)
+    assert LayerGroups((2,)).decode_token_s(NO_DECODING) == (0.0, 0.0)

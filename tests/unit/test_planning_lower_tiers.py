@@ -11,7 +11,7 @@ from krul_backend.planner.interface import ComputeCost, TierCost
 from krul_backend.planner.planners import LocalSearchPlanner
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore import restore_planning
-from krul_sglang.engine.restore.segment_reader import SegmentReader, UnitReader
+from krul_sglang.engine.restore.segment_reader import SegmentReader
 from tests.support.planning_builders import (
     TOKEN_BYTES,
     HeadsPlanner,
@@ -29,7 +29,9 @@ def sunk(slices: Sequence[SegmentReader], tier: str = "ssd", first: int = 1) -> 
     return [
         part
         if number < first
-        else UnitReader(replace(part.source, tier=tier, blocks=(), spans=()), part.decoder, part.num_tokens)
+        else SegmentReader(
+            replace(part.source, tier=tier, blocks=(), spans=()), part.decoder, part.num_tokens
+        )
         for number, part in enumerate(slices)
     ]
 

@@ -32,7 +32,7 @@ from benchmarks.quality.result import interval, row, summarize
 from benchmarks.quality.teacher_forced import TeacherForced
 from krul_backend.attention.rows import QueryRows, accumulate
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.strategy.strategy import Strategy
 from krul_sglang.learning.reader import pooled, rotary_table
 from tests.support.codec_builders import encode_all
@@ -49,8 +49,8 @@ def model() -> HistoryModel:
 
 
 @cache
-def codec() -> SegmentCodec:
-    return SegmentCodec(model().shape, NUM_LAYERS, rotary_table(model().model, 256))
+def codec() -> ModelCodecs:
+    return ModelCodecs(model().shape, NUM_LAYERS, rotary_table(model().model, 256))
 
 
 def ids(num_tokens: int, seed: int = 0) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.vector_format import (
+from krul_backend.codec.pairs.vector_format import (
     dequantize,
     fp16_at_least,
     fp16_at_most,

@@ -13,20 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from krul_backend.codec.interface import TailGroup
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.subspace.decoder import SubspaceDecoder
+from krul_backend.codec.units import UnitDecoder
 from krul_backend.errors import CodecError, TierReadError
 from krul_backend.planner.interface import RestorePlan
 from krul_backend.tiers.common.interface import Block, SegmentSlice, SegmentTail, checksums_of, tail_is_right
 from krul_sglang.engine.restore.load_batch import Load
 from krul_sglang.engine.restore.segment_reader import (
-    GroupReader,
-    KeptRoom,
     SegmentReader,
-    UnitReader,
     open_segments,
 )
-from krul_sglang.engine.restore.tail_groups import TailGroup, TailGroups
+from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support import segment_builders as units
 from tests.support.engine_builders import NO_FORECAST, TensorPool, read_tails
 from tests.support.segment_builders import Stored, in_ranges, lease_of
@@ -39,7 +39,7 @@ NUM_SLOTS = 300
 class Conversation:
     """A stored conversation: its segments, and what decodes them."""
 
-    def __init__(self, codec: SegmentCodec, shape: Any, bounds: Sequence[int], store: Any, kind: Any) -> None:
+    def __init__(self, codec: ModelCodecs, shape: Any, bounds: Sequence[int], store: Any, kind: Any) -> None:
         self.codec = codec
         self.shape = shape
         self.bounds = bounds
@@ -62,7 +62,7 @@ def of_units(kind: str) -> Conversation:
     def store(start: int, end: int, kept_heads: Heads | None) -> Stored:
         return units.stored(kind, start, end, kept_heads)
 
-    return Conversation(units.CODEC, units.SHAPE, units.BOUNDS, store, UnitReader)
+    return Conversation(units.CODEC, units.SHAPE, units.BOUNDS, store, UnitDecoder)
 
 
 def store_in_groups(start: int, end: int, kept_heads: Heads | None) -> Stored:
@@ -70,7 +70,7 @@ def store_in_groups(start: int, end: int, kept_heads: Heads | None) -> Stored:
 
 
 CONVERSATIONS = {kind: of_units(kind) for kind in units.KINDS} | {
-    "subspace": Conversation(groups.CODEC, groups.SHAPE, groups.BOUNDS, store_in_groups, GroupReader)
+    "subspace": Conversation(groups.CODEC, groups.SHAPE, groups.BOUNDS, store_in_groups, SubspaceDecoder)
 }
 
 
@@ -92,14 +92,14 @@ def load(readers: Sequence[SegmentReader], head_ends: Heads, slots: torch.Tensor
     batch = Load(lease, tuple(readers), slots, readers[0].first_token, plan, NO_FORECAST)
     tails = TailGroups(list(batch.parts()), pool.streams)
     checked: dict[tuple[int, int], int] = {}
-    end_of_block = SegmentReader._end_of_block
+    end_of_block = SegmentReader.end_of_block
 
     def checked_end(reader: SegmentReader, of_layer: int, num_bytes: int) -> Block:
         assert num_bytes <= checked[reader.source.segment_id, of_layer]
         return end_of_block(reader, of_layer, num_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SegmentReader, "_end_of_block", checked_end)
+        patch.setattr(SegmentReader, "end_of_block", checked_end)
         for layer in range(pool.num_layers):
             for group in tails.of_layer(layer):
                 load_group(group, checked, pool)
@@ -135,10 +135,9 @@ def loaded(
     lease = lease_of(segments[-count_from(conversation, first_page) :], first_page * PAGE_SIZE)
     readers = open_segments(lease, conversation.codec, num_tokens, shift)
     sources: list[SegmentSlice] = []
-    room = KeptRoom()
     for reader in readers:
-        assert type(reader) is conversation.kind
-        reader.begin(head_ends, room)
+        assert type(reader.decoder) is conversation.kind
+        reader.begin(head_ends)
         sources.append(reader.source)
         if not is_whole:
             segment = next(
@@ -228,7 +227,7 @@ def test_of_a_segment_that_heads_cover_nothing_is_asked_for(kind: str) -> None:
     readers = open_segments(lease, conversation.codec, conversation.num_pages * PAGE_SIZE)
     second_start = conversation.bounds[1]
     for reader in readers:
-        reader.begin((second_start,) * conversation.codec.num_layers, KeptRoom())
+        reader.begin((second_start,) * conversation.codec.num_layers)
     for reader, is_covered in zip(readers, [True, False, False], strict=True):
         header = reader.source.header
         nothing = ((header.end_token,) * len(header.layer_num_bytes), (0,) * len(header.layer_num_bytes))
@@ -243,7 +242,7 @@ def test_a_pair_or_group_is_asked_for_as_far_as_its_neediest_layer_reads(kind: s
     num_layers, end = conversation.codec.num_layers, conversation.bounds[1]
     lease = lease_of(conversation.segments(None, 1)[:1], 0)
     (reader,) = open_segments(lease, conversation.codec, end)
-    reader.begin((*([end] * (num_layers - 1)), 0), KeptRoom())
+    reader.begin((*([end] * (num_layers - 1)), 0))
     read = {layer for layer, size in enumerate(reader.tail().layer_num_bytes) if size}
     sources = reader.decoder.sources(num_layers - 1)
     assert read == {source for source in sources if reader.source.header.layer_num_bytes[source]}
@@ -257,9 +256,9 @@ def test_less_than_was_asked_for_is_an_error_and_never_wrong_kv(kind: str) -> No
     (segment,) = conversation.segments(None, 1)[:1]
     lease = lease_of((segment,), 0)
     (reader,) = open_segments(lease, conversation.codec, end)
-    reader.begin((end - PAGE_SIZE,) * num_layers, KeptRoom())
+    reader.begin((end - PAGE_SIZE,) * num_layers)
     short = fetched(segment, reader.source, reader.tail())
-    reader.begin((0,) * num_layers, KeptRoom())
+    reader.begin((0,) * num_layers)
     reader.take_blocks_of(short)
     pool = TensorPool(conversation.shape, num_layers, NUM_SLOTS)
     before = pool.copy()
@@ -274,7 +273,7 @@ def test_blocks_of_another_encoding_are_not_taken() -> None:
     conversation = CONVERSATIONS["coded"]
     (segment,) = conversation.segments(None, 1)[:1]
     (reader,) = open_segments(lease_of((segment,), 0), conversation.codec, 24)
-    reader.begin((8,) * 4, KeptRoom())
+    reader.begin((8,) * 4)
     came = fetched(segment, reader.source, reader.tail())
     for changes in ({"codec": "raw"}, {"codec_params": {}}, {"start_token": 4}, {"num_tokens": 20}):
         with pytest.raises(TierReadError, match="stored again"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import restore_layer
-from krul_backend.codec.shared_pair import SharedPair
+from krul_backend.codec.pairs.shared_pair import SharedPair
+from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision
 from tests.support.restore_oracle import RestoreCase, check_restored, encode_case
@@ -71,8 +71,8 @@ def test_the_kernels_compile_to_whole_stores(
     shape: LayerShape, rotary_dim: int, compute_capability: int
 ) -> None:
     """No GPU is needed to see that every lane writes 16 bytes at a time: half the traffic is the pool's."""
-    from krul_backend.codec.triton_kernels import restore_groups, restore_retained
-    from krul_backend.codec.triton_restore import group_launch, retained_launch
+    from krul_backend.codec.pairs.triton_kernels import restore_groups, restore_retained
+    from krul_backend.codec.pairs.triton_restore import group_launch, retained_launch
 
     case = RestoreCase(
         shape, Precision.INT4, is_pair=True, rotary_dim=rotary_dim, num_tokens=100, group_size=64
@@ -82,7 +82,7 @@ def test_the_kernels_compile_to_whole_stores(
     assert isinstance(found.codec, SharedPair)
     target = (0, 100, *pool(shape, 100), torch.arange(100))
     for kernel, (_, arguments) in (
-        (restore_groups, group_launch(found, found.blocks, *target)),
+        (restore_groups, group_launch(found.codec, found.index, found.blocks, *target)),
         (restore_retained, retained_launch(found.codec, found.index, found.blocks, *target)),
     ):
         stores = re.findall(r"st\.global[.\w]*", compiled_ptx(kernel, arguments, compute_capability))
@@ -95,8 +95,8 @@ def test_views_that_begin_anywhere_take_the_same_compilation() -> None:
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    from krul_backend.codec.triton_group_kernels import restore_group_layer
-    from krul_backend.codec.triton_kernels import restore_groups, restore_retained
+    from krul_backend.codec.pairs.triton_kernels import restore_groups, restore_retained
+    from krul_backend.codec.subspace.triton_group_kernels import restore_group_layer
 
     backend = make_backend(GPUTarget("cuda", 90, 32))
     whole = torch.arange(8)
@@ -118,7 +118,7 @@ def test_the_kernels_are_not_imported_on_the_cpu() -> None:
     code = """
 import sys, torch
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import restore_layer
+from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.strategy.strategy import Precision
 from tests.support.restore_oracle import RestoreCase, encode_case
 
@@ -126,7 +126,7 @@ shape = LayerShape(2, 32, 32, torch.float32)
 blocks, decoder = encode_case(RestoreCase(shape, Precision.INT4, is_pair=False, rotary_dim=32), "cpu")
 k_buffer = v_buffer = torch.zeros(37, 2, 32)
 restore_layer(decoder, 0, blocks, 0, 37, k_buffer, v_buffer, torch.arange(37))
-print([name for name in sys.modules if name.startswith(("krul_backend.codec.triton", "triton."))])
+print([name for name in sys.modules if "triton" in name])
 """
     result = run_python("-c", code)
     assert result.stdout.split() == ["[]"], result.stderr

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.parameters import CodecOptions, RetentionRule
-from krul_backend.codec.shared_pair import retained_counts, retained_tokens
+from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.pairs.shared_pair import retained_counts, retained_tokens
 from krul_backend.errors import CodecError
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from test_engine_copies import NUM_LAYERS, PAGE_SIZE, TOKEN_BYTES, Bench, FakeCapturedTurn
 
+from krul_backend.codec.pairs.units import CodedLayer
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import Lease
@@ -66,7 +67,7 @@ class BusyBench(Bench):
             (
                 header.start_token,
                 header.num_tokens,
-                Strategy.from_json(header.codec_params["layers"]) != LOSSY,
+                header.codec_params["codec"] == "native",
             )
             for header in (piece.header for piece in lease.slices)
         ]
@@ -268,7 +269,7 @@ def test_an_encoding_that_fails_leaves_the_exact_copy(
     busy.offloader.submit(turn)
     assert busy.offloader.pop_completed()
     with monkeypatch.context() as patch:
-        patch.setattr(busy.codec, "encode_unit", fail)
+        patch.setattr(CodedLayer, "encode", fail)
         busy.encode_now()
     assert busy.offloader.counters.failed_encodings == 1
     assert busy.segments(turn) == [(0, 8, True)]
@@ -286,7 +287,7 @@ class Encoding:
 
     def __init__(self, busy: BusyBench, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_begun, self.go_on = threading.Event(), threading.Event()
-        encode = busy.codec.encode_unit
+        encode = CodedLayer.encode
 
         def encode_slowly(*args: Any) -> Any:
             if threading.current_thread().name == "krul-encode":
@@ -294,7 +295,7 @@ class Encoding:
                 assert self.go_on.wait(PATIENCE_S)
             return encode(*args)
 
-        monkeypatch.setattr(busy.codec, "encode_unit", encode_slowly)
+        monkeypatch.setattr(CodedLayer, "encode", encode_slowly)
 
 
 def test_what_is_discarded_while_it_is_encoded_is_not_stored(

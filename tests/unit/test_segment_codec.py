@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from krul_backend.codec import segment_codec
+from krul_backend.codec import registry
+from krul_backend.codec.interface import EncodedRun, SegmentDecoder, TokenRun
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.parameters import CodecOptions, RetentionRule
+from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.rotary import RotaryTable
-from krul_backend.codec.segment_codec import OpenedSegment, SegmentCodec
+from krul_backend.codec.units import UnitPlan
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
 from tests.support.codec_builders import START_TOKEN, encode_all, make_codec, random_layers, rotary_table
@@ -249,28 +251,33 @@ def test_wrong_calls_are_refused() -> None:
     layers = random_layers(SHAPE, 3, 10)
     codec = make_codec(SHAPE, 3)
     strategy = Strategy.from_pairs(3, [(0, 1)], Precision.INT8)
-    encoding, blocks, decoder = encode_all(codec, strategy, layers)
+    _, blocks, decoder = encode_all(codec, strategy, layers)
 
     def read(layer: int) -> LayerKV:
         return layers[layer]
 
+    def encode(strategy: Strategy, start_token: int = 0, num_tokens: int = 10) -> EncodedRun:
+        return codec.of(strategy).encode(TokenRun(read, start_token, num_tokens), UnitPlan(strategy))
+
     with pytest.raises(CodecError, match="2 layers for a model of 3"):
-        codec.prepare(Strategy.from_pairs(2), read, start_token=0, num_tokens=10)
-    with pytest.raises(CodecError, match="no segment"):
-        codec.prepare(Strategy.from_pairs(3), read, start_token=0, num_tokens=0)
-    with pytest.raises(CodecError, match="position 1025"):
-        codec.prepare(Strategy.from_pairs(3), read, start_token=1015, num_tokens=10)
-    with pytest.raises(CodecError, match=r"\(1,\) is no unit"):
-        codec.encode_unit(encoding, (1,), [layers[1]])
-    with pytest.raises(CodecError, match="KV of 1"):
-        codec.encode_unit(encoding, (0, 1), [layers[1]])
+        encode(Strategy.from_pairs(2))
+    for refused in (strategy, Strategy.from_pairs(3)):
+        with pytest.raises(CodecError, match="no segment"):
+            encode(refused, num_tokens=0)
+        with pytest.raises(CodecError, match="position 1025"):
+            encode(refused, start_token=1015)
+    with pytest.raises(CodecError, match="2 tokens for a segment of 3 layers"):
+        codec.of(strategy).encode(TokenRun(read, 0, 10, [0, 0]), UnitPlan(strategy))
+    right = layers[2]
     for wrong in (
-        LayerKV(layers[2].k[:9], layers[2].v[:9]),
-        LayerKV(layers[2].k.half(), layers[2].v.half()),
-        LayerKV(layers[2].k, layers[2].v[..., :32]),
+        LayerKV(right.k[:9], right.v[:9]),
+        LayerKV(right.k.half(), right.v.half()),
+        LayerKV(right.k, right.v[..., :32]),
     ):
+        layers[2] = wrong
         with pytest.raises(CodecError, match="expected"):
-            codec.encode_unit(encoding, (2,), [wrong])
+            dict(encode(strategy).blocks)
+    layers[2] = right
     for layer in (-1, 3):
         with pytest.raises(CodecError, match="of a segment of 3 layers"):
             decoder.decode(layer, blocks, 0, 10)
@@ -319,7 +326,7 @@ def test_coding_on_the_device_copies_nothing_from_the_host(precision: Precision)
     device, num_tokens = torch.device("meta"), 100
     on_host = rotary_table(SHAPE.k_head_dim)
     rotary = RotaryTable(on_host.cos.to(device), on_host.sin.to(device), on_host.is_neox)
-    codec = SegmentCodec(SHAPE, 2, rotary)
+    codec = ModelCodecs(SHAPE, 2, rotary)
     strategy = Strategy.from_pairs(2, [], precision)
     kv = LayerKV(*torch.empty(2, num_tokens, SHAPE.num_kv_heads, 64, dtype=SHAPE.dtype, device=device))
     with FromHost() as from_host:
@@ -335,7 +342,7 @@ def test_equal_segments_share_a_decoder_and_others_do_not() -> None:
     encoding, _, _ = encode_all(codec, Strategy.from_pairs(2), random_layers(SHAPE, 2, 64))
     params = encoding.params
 
-    def opened(start_token: int = START_TOKEN, num_tokens: int = 64, **changed: object) -> OpenedSegment:
+    def opened(start_token: int = START_TOKEN, num_tokens: int = 64, **changed: object) -> SegmentDecoder:
         return codec.open({**params, **changed}, start_token=start_token, num_tokens=num_tokens)
 
     first = opened()
@@ -350,12 +357,12 @@ def test_equal_segments_share_a_decoder_and_others_do_not() -> None:
 
 
 def test_decoders_that_were_not_asked_for_lately_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_codec, "_MAX_OPENED", 3)
+    monkeypatch.setattr(registry, "_MAX_OPENED", 3)
     codec = make_codec(SHAPE, 2)
     encoding, _, _ = encode_all(codec, Strategy.from_pairs(2), random_layers(SHAPE, 2, 64))
     codec._opened.clear()
 
-    def opened(number: int) -> OpenedSegment:
+    def opened(number: int) -> SegmentDecoder:
         return codec.open(encoding.params, start_token=64 * number, num_tokens=64)
 
     first, second = opened(0), opened(1)

@@ -11,17 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from krul_backend.codec import unit_restore
 from krul_backend.codec.layout import LayerKV
-from krul_backend.device import Device
+from krul_backend.codec.unit_restore import MAX_KEPT_BYTES, UnitRestorer
 from krul_backend.errors import CodecError
-from krul_backend.tiers.common.interface import Lease
-from krul_sglang.engine.restore.segment_reader import (
-    MAX_KEPT_BYTES,
-    KeptRoom,
-    SegmentReader,
-    UnitReader,
-    open_segments,
-)
+from krul_backend.tiers.common.interface import Block, Lease
+from krul_sglang.engine.restore.segment_reader import SegmentReader, open_segments
+from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support.engine_builders import TensorPool, check_tails, make_store, read_tails
 from tests.support.segment_builders import (
     BOUNDS,
@@ -51,9 +47,7 @@ def whole_decode(kind: str) -> tuple[LayerKV, ...]:
     parts: list[list[LayerKV]] = [[] for _ in range(NUM_LAYERS)]
     for manifest, blocks in whole_segments(kind):
         num_tokens = manifest.num_tokens
-        decoder = CODEC.open_units(
-            manifest.codec_params, start_token=manifest.start_token, num_tokens=num_tokens
-        )
+        decoder = CODEC.open(manifest.codec_params, start_token=manifest.start_token, num_tokens=num_tokens)
         for layer in range(NUM_LAYERS):
             parts[layer].append(decoder.decode(layer, dict(enumerate(blocks)), 0, num_tokens))
     return tuple(
@@ -81,16 +75,19 @@ def read_all(
 ) -> None:
     """Reads as the loader does, and checks that no more than ``kept_bytes`` stay from layer to layer."""
 
-    def check_kept() -> None:
-        kept = [block.nbytes for reader in readers for block in of_units(reader)._on_device.values()]
-        assert sum(kept) <= kept_bytes
+    def check_kept(tails: TailGroups) -> None:
+        assert sum(block.nbytes for block in restorer_of(tails)._on_device.values()) <= kept_bytes
 
-    read_tails(lease, readers, head_ends, slots, pool, KeptRoom(kept_bytes), check_kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_restore, "MAX_KEPT_BYTES", kept_bytes)
+        read_tails(lease, readers, head_ends, slots, pool, check_kept)
 
 
-def of_units(reader: SegmentReader) -> UnitReader:
-    assert isinstance(reader, UnitReader)
-    return reader
+def restorer_of(tails: TailGroups) -> UnitRestorer:
+    """The one that restores all segments, which are stored unit by unit."""
+    ((restorer, _),) = tails._restorers
+    assert isinstance(restorer, UnitRestorer)
+    return restorer
 
 
 def tail_num_bytes(reader: SegmentReader, head_ends: Heads) -> int:
@@ -219,25 +216,31 @@ def test_each_block_is_copied_once_and_dropped_after_its_last_use(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[int] = []
-    copy_tail = UnitReader._copy_tail
+    end_of_block = SegmentReader.end_of_block
 
-    def counted(reader: UnitReader, source: int, layer: int, device: Device) -> torch.Tensor:
+    def counted(reader: SegmentReader, source: int, num_bytes: int) -> Block:
         copied.append(source)
-        return copy_tail(reader, source, layer, device)
+        return end_of_block(reader, source, num_bytes)
 
-    monkeypatch.setattr(UnitReader, "_copy_tail", counted)
-    pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
-    (opened,) = open_segments(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), CODEC, 16)
-    reader = of_units(opened)
-    reader.begin((16, 12, 8, 8), KeptRoom())
+    monkeypatch.setattr(SegmentReader, "end_of_block", counted)
+    pool, slots = TensorPool(SHAPE, NUM_LAYERS, num_slots=80), torch.arange(16)
+    (reader,) = open_segments(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), CODEC, 16)
+    reader.begin((16, 12, 8, 8))
+    tails = TailGroups([(reader, slots)], pool.streams)
+    native = reader.decoder.native_units  # type: ignore[attr-defined]
     for layer in range(NUM_LAYERS):
-        reader.fetch(layer, pool.streams)
-        reader.fetch(layer, pool.streams)
-        needed_later = {source for source in copied if reader.decoder.last_use[source] >= layer}
-        assert set(reader._on_device) == needed_later
-        reader.restore(layer, pool, torch.arange(16))  # type: ignore[arg-type]
+        groups = tails.of_layer(layer)
+        for group in groups:
+            group.fetch(pool.streams)
+            group.fetch(pool.streams)
+        kept = {source for _, source in restorer_of(tails)._on_device}
+        assert kept == {
+            source for source in copied if native[source] is None and reader.decoder.last_use[source] >= layer
+        }
+        for group in groups:
+            group.restore(pool)
     assert sorted(copied) == list(range(NUM_LAYERS))
-    assert reader._on_device == {}
+    assert restorer_of(tails)._on_device == {}
 
 
 def test_nothing_is_read_of_heads_that_cover_the_slice() -> None:

@@ -13,7 +13,6 @@ import torch
 
 from krul_backend.attention.rows import QueryRows, ReadKeys
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.daemon.client.client_session import DaemonConnection
 from krul_backend.daemon.protocol.messages import MAX_MODELS
@@ -94,7 +93,7 @@ class Rank:
         if strategy == "subspace":
             bases = make_bases(runtime.pool.shape, [2, 1])
             runtime.bases = ServedBases(TextDrift("m", 0))
-            runtime.bases.have(SubspaceCodec(bases, None, [RansCoder()]), "learned")
+            runtime.bases.have(SubspaceCodec(bases, None), "learned")
         runtime.agreement = runtime.restore_agreement = alone
         params = SimpleNamespace(token_to_kv_pool_allocator=allocator, tp_cache_group=None)
         runtime.attach_to(params)
@@ -217,7 +216,7 @@ def test_turns_stay_native_when_the_bases_are_of_other_weights(make_rank: Any) -
     rank = make_rank(strategy="subspace")
     turn = Turn(keys_of("a"), np.arange(NUM_TOKENS, dtype=np.int32), torch.arange(NUM_TOKENS), (), Recorded())
     decision = rank.linker._decision
-    assert decision.decide(turn, [range(NUM_PAGES)]).stored_as == LayerGroups((2, 3), "rans")
+    assert decision.decide(turn, [range(NUM_PAGES)]).stored_as == LayerGroups((2, 3))
     assert rank.linker.wants_probe()
     rank.linker.begin_weights_change()
     rank.linker.end_weights_change(is_pool_empty=True)

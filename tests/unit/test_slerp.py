@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.shared_pair import angular_distance, slerp, unit_directions
+from krul_backend.codec.pairs.shared_pair import angular_distance, slerp, unit_directions
 
 
 def formula(x: torch.Tensor, y: torch.Tensor, t: float) -> torch.Tensor:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from test_engine_copies import NUM_LAYERS, PAGE_SIZE, FixedDecision, make_pool
 
-from krul_backend.codec.parameters import CodecOptions
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.interface import TokenRun
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.units import UnitPlan
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import SegmentSlice
@@ -61,7 +63,7 @@ class AllocatingBench:
         self.pool = CountingPool(make_pool())
         self.store = make_store(1 << 20)
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
-        self.codec = SegmentCodec(
+        self.codec = ModelCodecs(
             self.pool.shape, NUM_LAYERS, rotary=None, options=CodecOptions(group_size=GROUP)
         )
         self.decision: Any = FixedDecision(self.codec, NATIVE)
@@ -114,15 +116,14 @@ class AllocatingBench:
             header = piece.header
             start, end = header.start_token, header.end_token
             open_at = {"start_token": start, "num_tokens": end - start}
-            decoder = self.codec.open(header.codec_params, **open_at)
-            strategy = Strategy.from_json(header.codec_params["layers"])
+            stored = self.codec.open(header.codec_params, **open_at).stored_as
+            assert isinstance(stored, Strategy)
+            codec = self.codec.of(stored)
+            decoder = codec.open(header.codec_params, **open_at)
             kv = [self.pool.gather(layer, turn.slots[start:end]) for layer in range(NUM_LAYERS)]
-            encoding = self.codec.prepare(strategy, kv.__getitem__, **open_at)
-            whole_decoder = self.codec.open(encoding.params, **open_at)
-            whole: dict[int, torch.Tensor] = {}
-            for unit in strategy.units:
-                encoded = self.codec.encode_unit(encoding, unit, [kv[layer] for layer in unit])
-                whole.update(zip(unit, encoded, strict=True))
+            encoding = codec.encode(TokenRun(kv.__getitem__, start, end - start), UnitPlan(stored))
+            whole_decoder = codec.open(encoding.params, **open_at)
+            whole = dict(encoding.blocks)
             # Before what is kept may lie the end of an earlier record: blocks are cut in whole ranges.
             sizes = decoder.kept_num_bytes(header.layer_first_token)
             kept = {
@@ -238,7 +239,7 @@ def test_an_allocation_is_told_what_a_token_takes(bench: AllocatingBench) -> Non
     assert (num_paired, paired.stored_as, paired.last_use) == (40, PAIRED, (2, 1, 2))
     # Layer 2 has two norms of half precision for each of two heads.
     assert paired.layer_token_bytes[1:] == (
-        bench.codec.layer_token_bytes(Strategy.from_pairs(NUM_LAYERS, [], Precision.INT4))[1],
+        bench.codec.of(PAIRED).layer_token_bytes(Strategy.from_pairs(NUM_LAYERS, [], Precision.INT4))[1],
         8.0,
     )
     assert bench.offloader.counters.left_out_bytes == 0

@@ -10,7 +10,7 @@ import torch
 from krul_backend.attention.rows import QueryRows, ReadKeys, accumulate
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.layout import LayerShape
-from krul_backend.strategy.selectors import Evidence, StrategySelector
+from krul_backend.codec.pairs.selectors import Evidence, StrategySelector
 from krul_backend.strategy.strategy import SUBSPACE, LayerGroups, Precision, Strategy
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common.agreement import RankAgreement
@@ -82,7 +82,7 @@ def choose(*attentions: tuple[int, CapturedTurn | None]) -> list[AttentionStatis
         encoding = decision.decide(turn, [range(1), range(2, 3)])
         assert isinstance(encoding, LayerEncoding)
         assert (encoding.stored_as, encoding.damages) == (SHARED, (None, None))
-        assert encoding.layer_token_bytes == CODEC.layer_token_bytes(SHARED)
+        assert encoding.layer_token_bytes == CODEC.of(SHARED).layer_token_bytes(SHARED)
         # The last layer is decoded from the block of the first one, too.
         assert encoding.last_use == (2, 1, 2)
     return selector.seen
@@ -121,7 +121,7 @@ def test_turns_are_counted_by_how_they_are_stored() -> None:
     counters = ChoiceCounters()
     counters.add(SHARED)
     counters.add(Strategy.from_pairs(3, [], [Precision.NATIVE, Precision.INT4, Precision.INT4]))
-    counters.add(LayerGroups((2, 3), "rans"))
+    counters.add(LayerGroups((2, 3)))
     # It may turn out to be native when it is encoded.
     assert counters.as_dict()["subspace_turns"] == 0
     counters.note_encoded(SUBSPACE)

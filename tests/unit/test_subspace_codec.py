@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.scales import ROUNDING
+from krul_backend.codec.coefficients.scales import RECORD_TOKENS, ROUNDING
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
@@ -33,7 +32,7 @@ from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import SHARE, make_bases, make_layers
-from tests.support.subspace_cases import CODERS, Case, make_case, standard_bases, standard_case
+from tests.support.subspace_cases import Case, make_case, standard_bases, standard_case
 
 LARGEST_ERROR = max(ROUNDING + SHRINK, 1 - ROUNDING) + SHRINK + 0.1
 """Of a coefficient, in steps of its token, unless it is clipped. A tenth is for products in bf16."""
@@ -58,7 +57,6 @@ def test_what_comes_back_is_within_the_step_of_each_token(data: st.DataObject) -
         num_tokens=data.draw(st.one_of(st.integers(1, 140), st.sampled_from([63, 64, 65, 128])), "tokens"),
         start_token=data.draw(st.sampled_from([0, 1, 64, 333]), "start"),
         with_rotary=data.draw(st.booleans(), "with rotary embedding"),
-        coder=data.draw(st.sampled_from([coder.name for coder in CODERS]), "coder"),
         max_damage=data.draw(st.sampled_from([1e-3, 0.1, 3.0]), "limit"),
         num_first_tokens=data.draw(st.integers(0, 5), "first tokens"),
     )
@@ -98,7 +96,7 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     bases = make_bases(LayerShape(2, 32, 32, torch.bfloat16), [2], rank=128)
     rotary = rotary_table(32)
     layers = make_layers(bases, 150, rotary)
-    codec = SubspaceCodec(bases, rotary, CODERS)
+    codec = SubspaceCodec(bases, rotary)
     segment = SegmentTokens(0, 150, 0)
 
     def coefficients(rows: torch.Tensor, num_kept: int = 128) -> torch.Tensor:
@@ -133,16 +131,14 @@ def test_small_coefficients_are_left_out_and_counted() -> None:
     assert some_kept.encoded.damage == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("coder", ["rans", "fixed-width"])
 @pytest.mark.parametrize(("num_tokens", "num_first_tokens"), [(1, 0), (5, 3), (70, 3), (193, 0), (1100, 1)])
-def test_any_tail_is_the_end_of_everything(coder: str, num_tokens: int, num_first_tokens: int) -> None:
+def test_any_tail_is_the_end_of_everything(num_tokens: int, num_first_tokens: int) -> None:
     bases = make_bases(LayerShape(2, 32, 32, torch.float32), [2, 1], rank=100)
     case = make_case(
         bases,
         num_tokens=num_tokens,
         # The table ends at position 1024.
         with_rotary=num_tokens < 1024,
-        coder=coder,
         num_first_tokens=num_first_tokens,
     )
     for group in range(2):
@@ -201,7 +197,7 @@ def lost_outside(case: Case) -> float:
 @pytest.mark.parametrize("num_tokens", [100, 1000])
 def test_what_the_bases_cannot_represent_counts(num_tokens: int) -> None:
     layers = make_layers(standard_bases(), num_tokens, None, outside=OUTSIDE)
-    codec, place = SubspaceCodec(standard_bases(), None, CODERS), {"start_token": 0, "num_tokens": num_tokens}
+    codec, place = SubspaceCodec(standard_bases(), None), {"start_token": 0, "num_tokens": num_tokens}
     outside = codec.outside(layers.__getitem__, attention=None, **place)
     familiar = make_layers(standard_bases(), num_tokens, None)
     assert codec.outside(familiar.__getitem__, attention=None, **place) < 1e-6 * outside
@@ -224,9 +220,9 @@ def test_what_all_tokens_are_off_by_together_costs_on_top(start_token: int) -> N
     bases = make_bases(standard_bases().shape, [1, 1], rank=20, shift_cost=3.0)
     layers = make_layers(bases, 100, None, outside=OUTSIDE)
     place = {"start_token": start_token, "num_tokens": 100, "attention": None}
-    outside = SubspaceCodec(bases, None, CODERS).outside(layers.__getitem__, **place)
+    outside = SubspaceCodec(bases, None).outside(layers.__getitem__, **place)
     for_free = make_bases(standard_bases().shape, [1, 1], rank=20)
-    without = SubspaceCodec(for_free, None, CODERS).outside(layers.__getitem__, **place)
+    without = SubspaceCodec(for_free, None).outside(layers.__getitem__, **place)
     # The first token of the conversation is stored as it is. A later turn has a quarter of the attention.
     off, share = (OUTSIDE * 0.99, 1.0) if start_token == 0 else (OUTSIDE, 0.25)
     # Of two groups.
@@ -276,7 +272,7 @@ def test_a_limit_below_what_is_lost_anyway_is_not_promised() -> None:
 
 def test_attention_says_what_is_lost_outside_of_the_bases() -> None:
     layers = make_layers(standard_bases(), 100, None, outside=OUTSIDE)
-    codec, place = SubspaceCodec(standard_bases(), None, CODERS), {"start_token": 0, "num_tokens": 100}
+    codec, place = SubspaceCodec(standard_bases(), None), {"start_token": 0, "num_tokens": 100}
     plain, dwelt_on = (
         codec.outside(layers.__getitem__, attention=torch.full((3, 2, 100), SHARE * share), **place)
         for share in (1, 3)
@@ -287,7 +283,7 @@ def test_attention_says_what_is_lost_outside_of_the_bases() -> None:
 def test_a_long_segment_is_read_no_more_often_than_a_short_one() -> None:
     """Once to choose the step, and once to encode it, in whatever pieces; a short one only once."""
     layers = make_layers(standard_bases(), 3000, None)
-    codec, reads = SubspaceCodec(standard_bases(), None, CODERS), Counter[int]()
+    codec, reads = SubspaceCodec(standard_bases(), None), Counter[int]()
 
     def read(layer: int) -> LayerKV:
         reads[layer] += 1
@@ -296,7 +292,7 @@ def test_a_long_segment_is_read_no_more_often_than_a_short_one() -> None:
     for num_tokens, times in ((3000, 2), (128, 1)):
         reads.clear()
         place: dict[str, Any] = {"start_token": 0, "num_tokens": num_tokens, "attention": None}
-        codec.encode(read, **place, max_damage=0.1, coder="rans")
+        codec.encode(read, **place, max_damage=0.1)
         assert reads == dict.fromkeys(range(3), times)
 
 
@@ -304,25 +300,25 @@ def test_a_long_segment_is_read_no_more_often_than_a_short_one() -> None:
 @pytest.mark.parametrize("max_damage", [1e-2, 0.3])
 def test_a_sample_that_was_taken_before_encodes_the_same(num_tokens: int, max_damage: float) -> None:
     layers = make_layers(standard_bases(), num_tokens, None, outside=OUTSIDE / 10)
-    codec = SubspaceCodec(standard_bases(), None, CODERS)
+    codec = SubspaceCodec(standard_bases(), None)
     place: dict[str, Any] = {"start_token": 0, "num_tokens": num_tokens, "attention": None}
     sample = codec.sample(layers.__getitem__, **place)
     assert sample.outside == codec.outside(layers.__getitem__, **place) > 0
-    alone = codec.encode(layers.__getitem__, **place, max_damage=max_damage, coder="rans")
+    alone = codec.encode(layers.__getitem__, **place, max_damage=max_damage)
     # As often as a caller likes.
     for _ in range(2):
-        found = codec.encode(layers.__getitem__, **place, max_damage=max_damage, coder="rans", sample=sample)
+        found = codec.encode(layers.__getitem__, **place, max_damage=max_damage, sample=sample)
         assert (found.params, found.damage) == (alone.params, alone.damage)
         assert all(map(torch.equal, found.blocks, alone.blocks))
 
 
 def test_the_sample_of_another_segment_is_refused() -> None:
     layers = make_layers(standard_bases(), 100, None)
-    codec = SubspaceCodec(standard_bases(), None, CODERS)
+    codec = SubspaceCodec(standard_bases(), None)
     place: dict[str, Any] = {"num_tokens": 100, "attention": None}
     sample = codec.sample(layers.__getitem__, start_token=64, **place)
     with pytest.raises(CodecError, match="sample"):
-        codec.encode(layers.__getitem__, start_token=0, **place, max_damage=0.1, coder="rans", sample=sample)
+        codec.encode(layers.__getitem__, start_token=0, **place, max_damage=0.1, sample=sample)
 
 
 class Launches(TorchDispatchMode):
@@ -347,7 +343,7 @@ WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.defa
 def test_the_step_is_chosen_with_few_operations_and_hardly_any_waiting(num_tokens: int) -> None:
     bases = make_bases(LayerShape(2, 32, 32, torch.float32), [2, 2, 2, 2], rank=60, shift_cost=0.1)
     layers = make_layers(bases, num_tokens, None)
-    codec = SubspaceCodec(bases, None, CODERS)
+    codec = SubspaceCodec(bases, None)
     place: dict[str, Any] = {"start_token": 64, "num_tokens": num_tokens, "attention": None}
     sample = codec.sample(layers.__getitem__, **place)
     with Launches() as launches:
@@ -457,9 +453,9 @@ def test_segments_of_a_conversation_store_its_first_tokens_once() -> None:
 
 def test_more_first_tokens_than_a_record_has_are_refused() -> None:
     with pytest.raises(CodecError, match="first tokens"):
-        SubspaceCodec(standard_bases(), None, CODERS, num_first_tokens=RECORD_TOKENS + 1)
+        SubspaceCodec(standard_bases(), None, num_first_tokens=RECORD_TOKENS + 1)
     with pytest.raises(CodecError, match="first tokens"):
-        SubspaceCodec(standard_bases(), None, CODERS, num_first_tokens=-1)
+        SubspaceCodec(standard_bases(), None, num_first_tokens=-1)
     case = make_case(standard_bases(), num_first_tokens=RECORD_TOKENS)
     assert torch.equal(case.decode(1, 63)[0].k[0], case.layers[2].k[63])
 

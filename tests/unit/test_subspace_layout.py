@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
@@ -28,13 +27,13 @@ NUM_FIRST_TOKENS = 5
 """Of a conversation, stored as in the pool: three of them are before the segment."""
 TOKEN_BYTES = (2 * 8 + 2 * 4) * 4
 """Of a token in one layer, as in the pool."""
-GROUPS = LayerGroups((3, 4, 6), "rans")
+GROUPS = LayerGroups((3, 4, 6))
 
 
 @cache
 def segment() -> tuple[EncodedSegment, SubspaceDecoder]:
     bases = make_bases(LayerShape(2, 8, 4, torch.float32), [len(group) for group in GROUPS.groups])
-    codec = SubspaceCodec(bases, None, [RansCoder(), FixedWidthCoder()], num_first_tokens=NUM_FIRST_TOKENS)
+    codec = SubspaceCodec(bases, None, num_first_tokens=NUM_FIRST_TOKENS)
     layers = make_layers(bases, NUM_TOKENS, None)
     encoded = codec.encode(
         layers.__getitem__,
@@ -42,7 +41,6 @@ def segment() -> tuple[EncodedSegment, SubspaceDecoder]:
         num_tokens=NUM_TOKENS,
         attention=None,
         max_damage=0.1,
-        coder=GROUPS.coder,
     )
     return encoded, codec.open(encoded.params, start_token=START, num_tokens=NUM_TOKENS)
 
@@ -66,7 +64,7 @@ def whole_and_tail(head_len: int) -> tuple[list[LayerKV], list[LayerKV]]:
 
 def test_groups_are_the_layers_between_their_ends() -> None:
     assert GROUPS.groups == (range(3), range(3, 4), range(4, 6))
-    assert LayerGroups((2,), "rans").groups == (range(2),)
+    assert LayerGroups((2,)).groups == (range(2),)
 
 
 def test_all_layers_of_groups_come_back_changed() -> None:
@@ -74,10 +72,9 @@ def test_all_layers_of_groups_come_back_changed() -> None:
     assert not GROUPS.is_lossless
 
 
-def test_groups_with_another_coder_are_stored_in_another_way() -> None:
-    assert LayerGroups((3, 4, 6), "rans") == GROUPS
-    assert LayerGroups((3, 4, 6), "fixed-width") != GROUPS
-    assert LayerGroups((3, 6), "rans") != GROUPS
+def test_other_groups_are_stored_in_another_way() -> None:
+    assert LayerGroups((3, 4, 6)) == GROUPS
+    assert LayerGroups((3, 6)) != GROUPS
 
 
 # ---- the layout ----
@@ -86,7 +83,6 @@ def test_groups_with_another_coder_are_stored_in_another_way() -> None:
 def test_a_decoder_says_how_its_layers_are_stored() -> None:
     _, layout = segment()
     assert layout.stored_as == GROUPS
-    assert layout.native_units == (None,) * NUM_LAYERS
     assert [layout.group_of(layer) for layer in range(NUM_LAYERS)] == [0, 0, 0, 1, 2, 2]
 
 

@@ -14,14 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.coefficients.coders import FixedWidthCoder
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
+from krul_backend.codec.coefficients.scales import RECORD_TOKENS
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.parameters import GroupParameters, SubspaceParameters
 from krul_backend.errors import CodecError
 from tests.support.subspace_builders import make_bases
-from tests.support.subspace_cases import CODERS, make_case, standard_bases, standard_case
+from tests.support.subspace_cases import make_case, standard_bases, standard_case
 
 
 @pytest.mark.parametrize(
@@ -32,7 +31,6 @@ from tests.support.subspace_cases import CODERS, make_case, standard_bases, stan
         {"max_damage": 0.0},
         {"max_damage": -1.0},
         {"max_damage": math.nan},
-        {"coder": "zip"},
         # The table of the tests has 1,024 positions.
         {"start_token": 1000},
     ],
@@ -44,7 +42,6 @@ def test_what_cannot_be_encoded_is_refused(changes: dict[str, Any]) -> None:
         "num_tokens": 150,
         "attention": None,
         "max_damage": 0.1,
-        "coder": "rans",
         **changes,
     }
     with pytest.raises(CodecError):
@@ -73,13 +70,11 @@ def change(path: Sequence[str | int], value: Any) -> dict[str, Any]:
     ("path", "value"),
     [
         (["codec"], "shared-pair"),
-        (["version"], 2),
+        (["version"], 1),
         (["version"], True),
-        (["version"], 1.0),
+        (["version"], 2.0),
         (["bases"], "0" * 64),
         (["bases"], None),
-        (["coder"], "zip"),
-        (["coder"], None),
         (["first_tokens"], -1),
         (["first_tokens"], 151),
         (["first_tokens"], RECORD_TOKENS + 1),
@@ -133,12 +128,9 @@ def test_parameters_of_another_place_or_other_bases_are_refused() -> None:
     for place in ({"num_tokens": 64}, {"num_tokens": 0}, {"start_token": -1}, {"start_token": 1000}):
         with pytest.raises(CodecError):
             case.codec.open(case.encoded.params, **{"start_token": 0, "num_tokens": 150, **place})
-    others = SubspaceCodec(make_bases(standard_bases().shape, [2, 1], seed=1), case.rotary, CODERS)
+    others = SubspaceCodec(make_bases(standard_bases().shape, [2, 1], seed=1), case.rotary)
     with pytest.raises(CodecError, match="not with those at hand"):
         others.open(case.encoded.params, start_token=0, num_tokens=150)
-    one_coder = SubspaceCodec(standard_bases(), case.rotary, [FixedWidthCoder()])
-    with pytest.raises(CodecError, match="coder 'rans' is unknown"):
-        one_coder.open(case.encoded.params, start_token=0, num_tokens=150)
 
 
 _json_values = st.recursive(
@@ -170,9 +162,9 @@ def test_random_parameters_decode_or_are_refused(data: st.DataObject) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), coder=st.sampled_from(["rans", "fixed-width"]))
-def test_damaged_blocks_decode_to_something_or_are_refused(data: st.DataObject, coder: str) -> None:
-    case = standard_case(coder)
+@given(data=st.data())
+def test_damaged_blocks_decode_to_something_or_are_refused(data: st.DataObject) -> None:
+    case = standard_case()
     group = data.draw(st.integers(0, 1), "group")
     block = case.encoded.blocks[group].clone()
     if data.draw(st.booleans(), "all of it"):
@@ -254,15 +246,10 @@ def test_parameters_are_the_same_after_json(
         for _ in bases.groups
     )
     first_tokens = min(num_first_tokens, num_tokens)
-    before = SubspaceParameters(bases.digest, "rans", first_tokens, step, damage, groups)
+    before = SubspaceParameters(bases.digest, first_tokens, step, damage, groups)
     after = SubspaceParameters.parse(orjson.loads(orjson.dumps(before.to_json())), bases, num_tokens)
     assert after.to_json() == before.to_json()
-    assert (after.coder, after.num_first_tokens, after.step, after.damage) == (
-        "rans",
-        first_tokens,
-        step,
-        damage,
-    )
+    assert (after.num_first_tokens, after.step, after.damage) == (first_tokens, step, damage)
     for mine, theirs in zip(groups, after.groups, strict=True):
         assert mine.offsets.tolist() == theirs.offsets.tolist()
         assert mine.record_num_bytes.tolist() == theirs.record_num_bytes.tolist()

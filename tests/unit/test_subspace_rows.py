@@ -5,13 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import orjson
-import pytest
 import torch
 
-from benchmarks.quality.methods import FIXED_WIDTH_LIMIT, LIMITS, Subspace, Turn, subspace_methods
+from benchmarks.quality.methods import LIMITS, Subspace, Turn, subspace_methods
 from krul_backend.attention.rows import QueryRows, attention_drawn
 from krul_backend.attention.statistics import AttentionStatistics
-from krul_backend.codec.coefficients.coders import FixedWidthCoder, RansCoder
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from tests.support.codec_builders import rotary_table
@@ -24,7 +22,7 @@ NUM_LAYERS = 3
 @cache
 def codec() -> SubspaceCodec:
     bases = make_bases(LayerShape(2, 16, 16, torch.bfloat16), [2, 1], rank=20)
-    return SubspaceCodec(bases, rotary_table(16), (RansCoder(), FixedWidthCoder()))
+    return SubspaceCodec(bases, rotary_table(16))
 
 
 @cache
@@ -39,9 +37,8 @@ def turn(outside: float = 0.0) -> Turn:
     return Turn(START, segment, kv, rows, AttentionStatistics.zero(NUM_LAYERS, 4), 0)
 
 
-@pytest.mark.parametrize("coder", ["rans", "fixed-width"])
-def test_a_row_is_the_codec_with_the_turns_share_of_the_limit(coder: str) -> None:
-    stored = Subspace("row", codec(), 0.1, coder).start()(turn())
+def test_a_row_is_the_codec_with_the_turns_share_of_the_limit() -> None:
+    stored = Subspace("row", codec(), 0.1).start()(turn())
     attention = attention_drawn(turn().rows, lambda layer: turn().kv[layer].k, START, NUM_TOKENS)
     encoded = codec().encode(
         turn().segment.__getitem__,
@@ -50,7 +47,6 @@ def test_a_row_is_the_codec_with_the_turns_share_of_the_limit(coder: str) -> Non
         attention=attention,
         # The turn has three quarters of the conversation's tokens.
         max_damage=0.075,
-        coder=coder,
     )
     assert stored.damage == encoded.damage
     assert 0.9 * 0.075 < encoded.damage <= 0.075 * (1 + 1e-5)
@@ -69,7 +65,7 @@ def test_a_row_is_the_codec_with_the_turns_share_of_the_limit(coder: str) -> Non
 
 def test_a_turn_that_the_bases_cannot_represent_is_native() -> None:
     strange = turn(outside=3.0)
-    stored = Subspace("row", codec(), 0.1, "rans").start()(strange)
+    stored = Subspace("row", codec(), 0.1).start()(strange)
     assert stored.damage == 0
     # Keys and values of two heads, 16 elements of bf16 each.
     assert stored.num_bytes == NUM_LAYERS * NUM_TOKENS * 2 * 2 * 16 * 2
@@ -78,17 +74,9 @@ def test_a_turn_that_the_bases_cannot_represent_is_native() -> None:
         assert torch.equal(found.v, true.v)
 
 
-def test_there_is_a_row_for_each_limit_and_one_that_decodes_faster() -> None:
+def test_there_is_a_row_for_each_limit_and_a_larger_one_takes_fewer_bytes() -> None:
     rows = subspace_methods(codec())
-    assert [(row.limit, row.coder) for row in rows] == [
-        *((limit, "rans") for limit in LIMITS),
-        (FIXED_WIDTH_LIMIT, "fixed-width"),
-    ]
+    assert [row.limit for row in rows] == list(LIMITS)
     assert len({row.name for row in rows}) == len(rows)
-    stored = [row.start()(turn()) for row in rows[1:]]
-    sizes = [each.num_bytes for each in stored]
-    assert sizes[:4] == sorted(sizes[:4], reverse=True)
-    # The same limit with the other coder: as much damage, more bytes.
-    same = rows.index(next(row for row in rows if row.limit == FIXED_WIDTH_LIMIT)) - 1
-    assert stored[-1].damage == stored[same].damage
-    assert sizes[-1] > sizes[same]
+    sizes = [row.start()(turn()).num_bytes for row in rows[1:]]
+    assert sizes == sorted(sizes, reverse=True)

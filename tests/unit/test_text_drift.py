@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import group_vectors, split_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
@@ -25,9 +24,9 @@ def test_the_offset_says_how_much_larger_coefficients_are(factor: float, offset:
         kv = make_layers(BASES, 600, None)[basis.first_layer : basis.end_layer]
         vectors = basis.mean + factor * (group_vectors(kv) - basis.mean)
         layers += split_vectors(vectors, SHAPE, len(kv))
-    codec = SubspaceCodec(BASES, None, [RansCoder()])
+    codec = SubspaceCodec(BASES, None)
     encoded = codec.encode(
-        layers.__getitem__, start_token=0, num_tokens=600, attention=None, max_damage=0.001, coder="rans"
+        layers.__getitem__, start_token=0, num_tokens=600, attention=None, max_damage=0.001
     )
     assert encoded.mean_offset == pytest.approx(offset, abs=0.5)
 

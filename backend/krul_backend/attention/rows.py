@@ -102,10 +102,6 @@ class QueryRows:
     def num_heads(self) -> int:
         return self.queries.shape[2]
 
-    def num_visible_tokens(self) -> int:
-        """Tokens that at least one row sees; 0 without rows. Waits for the device if positions are on one."""
-        return int(self.positions.max()) + 1 if self.num_rows else 0
-
 
 ReadKeys = Callable[[int], torch.Tensor]
 """Reads one layer's keys ``[T, Hkv, D]`` of the sequence, with rotary embedding; ``T`` > every position."""

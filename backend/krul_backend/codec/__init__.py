@@ -1,5 +1,6 @@
-"""Encodes the KV of a segment by a strategy, and decodes any tail of it again.
+"""Encodes the KV of a segment, and decodes any tail of it again: the codecs, found by their names.
 
-KV tensors and a ``Strategy`` enter, byte blocks come out, and back. Numbers only; the engine calls it when
-it saves and restores.
+KV tensors enter, and what the codec is told of them; byte blocks come out, and back. ``interface.py`` says
+what each codec offers, ``registry.py`` has the table of them. Numbers only; the engine calls it when it saves
+and restores.
 """

@@ -1,13 +1,12 @@
-"""The interface of a unit's codec, and the codecs of a unit of one layer, as the pool's bytes or as codes.
-
-A unit is what is encoded together: one layer, or a pair that shares.
-"""
+"""A unit is what is encoded together: one layer, or a pair that shares. What each of them offers, and native
+layers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,8 +21,6 @@ from krul_backend.codec.layout import (
     in_groups,
 )
 from krul_backend.codec.rotary import RotaryTable
-from krul_backend.codec.vector_format import key_and_value_formats
-from krul_backend.strategy.strategy import Precision
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,12 @@ class SegmentPlace:
 
 
 class UnitCodec(ABC):
-    """Encodes and decodes one unit of one segment. ``layouts`` has one block for each of its layers."""
+    """Encodes and decodes one unit of one segment. ``layouts`` has one block for each of its layers.
+
+    ``is_native``: it is one layer, stored as it is in the pool.
+    """
+
+    is_native: ClassVar[bool] = False
 
     def __init__(self, place: SegmentPlace, layouts: Sequence[BlockLayout]) -> None:
         self.place = place
@@ -104,6 +106,21 @@ class UnitCodec(ABC):
                 ]
         return kv
 
+    def restore(
+        self,
+        index: int,
+        blocks: Sequence[torch.Tensor],
+        first_token: int,
+        end_token: int,
+        k_buffer: torch.Tensor,
+        v_buffer: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Decode tokens into slots of one layer of the pool; see ``restore_layer``."""
+        kv = self.decode(index, blocks, first_token, end_token)
+        k_buffer.index_copy_(0, slots, kv.k)
+        v_buffer.index_copy_(0, slots, kv.v)
+
     def check(self, index: int, blocks: Sequence[torch.Tensor], first_token: int) -> list[torch.Tensor]:
         """Blocks of ``sources(index)`` that can be viewed; see ``BlockLayout.check``."""
         layouts = [self.layouts[source] for source in self.sources(index)]
@@ -111,12 +128,10 @@ class UnitCodec(ABC):
 
 
 class SingleLayer(UnitCodec):
-    """A unit of one layer. Each record has the sections of its keys, then those of its values."""
+    """A unit of one layer. ``sections``: of a record."""
 
-    def __init__(self, place: SegmentPlace, precision: Precision) -> None:
-        self.formats = key_and_value_formats(place.shape, precision)
-        k, v = self.formats
-        super().__init__(place, [place.layout(k.sections() + v.sections())])
+    def __init__(self, place: SegmentPlace, sections: tuple[Section, ...]) -> None:
+        super().__init__(place, [place.layout(sections)])
 
     def sources(self, index: int) -> tuple[int, ...]:
         return (0,)
@@ -137,6 +152,16 @@ class SingleLayer(UnitCodec):
 class NativeLayer(SingleLayer):
     """Stores the pool's own numbers, bit-exact, keys with their rotary embedding."""
 
+    is_native = True
+
+    def __init__(self, place: SegmentPlace) -> None:
+        shape = place.shape
+        k, v = (
+            Section(name, shape.dtype, (shape.num_kv_heads, head_dim), per_token=True)
+            for name, head_dim in (("k", shape.k_head_dim), ("v", shape.v_head_dim))
+        )
+        super().__init__(place, (k, v))
+
     def _write(self, kv: LayerKV, run: GroupRun, views: Views) -> None:
         views["k"].copy_(in_groups(kv.k[run.first_token : run.end_token], run))
         views["v"].copy_(in_groups(kv.v[run.first_token : run.end_token], run))
@@ -146,18 +171,3 @@ class NativeLayer(SingleLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         views = self.layouts[0].record_views(blocks[0], run)
         return views["k"].flatten(0, 1), views["v"].flatten(0, 1)
-
-
-class CodedLayer(SingleLayer):
-    """Codes keys per channel, without their rotary embedding, and values per token; see ``vector_format``."""
-
-    def _write(self, kv: LayerKV, run: GroupRun, views: Views) -> None:
-        for part, vectors in zip(self.formats, self.place.vectors(kv, run), strict=True):
-            part.write(vectors, views)
-
-    def decode_run(
-        self, index: int, blocks: Sequence[torch.Tensor], run: GroupRun
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        views = self.layouts[0].record_views(blocks[0], run)
-        k, v = (part.read(views).expand(-1, run.group_tokens, -1, -1) for part in self.formats)
-        return self.place.with_rotary(k, run), v.flatten(0, 1)

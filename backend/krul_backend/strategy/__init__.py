@@ -1,5 +1,5 @@
-"""Chooses, for one conversation, which layers share KV and how precisely it is kept.
+"""Describes how the layers of a segment are stored: alone, in pairs or in groups, and how precisely.
 
-Attention statistics of the conversation enter; a ``Strategy`` comes out. Numbers only; the engine calls it
-when a turn is stored.
+Plain values without tensors. Codecs store by them, and the engine asks them what is lost and what decoding
+costs.
 """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from krul_backend.errors import StrategyError
 
@@ -39,8 +40,49 @@ class LayerStrategy:
     partner: int | None = None
 
 
+class LayerCosts(Protocol):
+    """Seconds that decoding takes per token and layer, beyond what copying the bytes takes."""
+
+    def layer_s(self, precision: Precision) -> float:
+        """Of a layer on its own."""
+
+    def paired_layer_s(self, precision: Precision) -> float:
+        """Of a layer in a pair."""
+
+    def grouped_layer_s(self) -> float:
+        """Of a layer in a group that shares a subspace."""
+
+
+class StoredAs(ABC):
+    """Describes how all layers of a segment are stored.
+
+    ``lossy_layers``: for each layer whether it comes back changed. ``pairs``: the pairs that share, and
+    ``precisions`` of layers that are stored alone or in pairs.
+    """
+
+    @property
+    @abstractmethod
+    def lossy_layers(self) -> tuple[bool, ...]: ...
+
+    @property
+    def is_lossless(self) -> bool:
+        return not any(self.lossy_layers)
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        return ()
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        return ()
+
+    @abstractmethod
+    def decode_token_s(self, costs: LayerCosts) -> tuple[float, ...]:
+        """Seconds per token that decoding costs in each layer, ``[L]``."""
+
+
 @dataclass(frozen=True)
-class Strategy:
+class Strategy(StoredAs):
     """How all layers are stored, one entry per layer. Partners name each other and have the same precision.
 
     Raises:
@@ -89,13 +131,18 @@ class Strategy:
         )
 
     @property
-    def is_lossless(self) -> bool:
-        return not any(self.lossy_layers)
+    def precisions(self) -> tuple[Precision, ...]:
+        return tuple(layer.precision for layer in self.layers)
 
     @property
     def lossy_layers(self) -> tuple[bool, ...]:
-        """For each layer whether it comes back changed."""
         return tuple(layer != LayerStrategy() for layer in self.layers)
+
+    def decode_token_s(self, costs: LayerCosts) -> tuple[float, ...]:
+        return tuple(
+            costs.layer_s(layer.precision) if layer.partner is None else costs.paired_layer_s(layer.precision)
+            for layer in self.layers
+        )
 
     @classmethod
     def from_pairs(
@@ -156,14 +203,13 @@ SUBSPACE = "subspace"
 
 
 @dataclass(frozen=True)
-class LayerGroups:
-    """Groups of consecutive layers that share a subspace; ``coder`` writes their coefficients.
+class LayerGroups(StoredAs):
+    """Groups of consecutive layers that share a subspace.
 
     ``ends``: for each group its last layer, plus one.
     """
 
     ends: tuple[int, ...]
-    coder: str
 
     @property
     def groups(self) -> tuple[range, ...]:
@@ -172,14 +218,16 @@ class LayerGroups:
 
     @property
     def lossy_layers(self) -> tuple[bool, ...]:
-        """For each layer whether it comes back changed: all do."""
+        """All do."""
         return (True,) * self.ends[-1]
 
-    is_lossless = False
-
-
-StoredAs = Strategy | LayerGroups
-"""Describes how all layers of a segment are stored."""
+    def decode_token_s(self, costs: LayerCosts) -> tuple[float, ...]:
+        """See ``StoredAs``. A group is decoded at once, from the head of its last layer on, which is the
+        shortest. So that one is charged for all of them."""
+        layer_s = costs.grouped_layer_s()
+        return tuple(
+            len(group) * layer_s if layer == group[-1] else 0.0 for group in self.groups for layer in group
+        )
 
 
 def parse_precision(name: object) -> Precision:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from krul_backend.attention.rows import QueryRows, attention_drawn
-from krul_backend.codec.segment_codec import AwaitedBasesError, SegmentCodec
+from krul_backend.codec.interface import TokenRun
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import MOST_OUTSIDE, EncodedSegment, SubspaceCodec
+from krul_backend.codec.subspace.held_bases import AwaitedBasesError, RunLimit
 from krul_backend.errors import CodecError
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import Strategy
@@ -23,7 +25,6 @@ from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carr
 from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.budget.subspace_encoding import (
     SHARE_OF_LEFT,
-    RunLimit,
     SubspaceEncoding,
     first_group_token_bytes,
 )
@@ -32,7 +33,7 @@ from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.save.strategy_choice import Decision
 from krul_sglang.engine.save.turn import StoredPath, Turn
-from krul_sglang.engine.save.turn_encoding import LayerEncoding, TokenRun, TurnEncoding
+from krul_sglang.engine.save.turn_encoding import LayerEncoding, TurnEncoding
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class ErrorBudget(Decision):
         provenance: KvProvenance,
         model: ServedModel,
         pool: DevicePool,
-        codec: SegmentCodec,
+        codec: ModelCodecs,
         bases: ServedBases,
         prober: Prober,
         agreement: RankAgreement,
@@ -159,7 +160,8 @@ class ErrorBudget(Decision):
             return self._unshared(carried)
         ended = _Ended(turn, runs, lossy, carried, attention)
         return SubspaceEncoding(
-            bases.subspace,
+            self._codec.bases,
+            bases.subspace.bases.layer_groups,
             bases.group_token_bytes,
             partial(self._limit_of, ended, bases),
             partial(self._note, ended, bases),
@@ -342,7 +344,7 @@ class ErrorBudget(Decision):
         largest = self._correction.largest
         return {
             **self._bases.as_dict(),
-            "bases_held": self._codec.num_bases,
+            "bases_held": self._codec.bases.num_held,
             "damage_factor": None if subspace is None else largest * subspace.bases.damage_factor,
             "correction": self._correction.as_dict(),
             "probes": self.num_probes,

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.errors import KrulError
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.budget.provenance import damage_of
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
-from krul_sglang.engine.restore.segment_reader import KeptRoom, SegmentReader, open_segments
+from krul_sglang.engine.restore.segment_reader import SegmentReader, open_segments
 from krul_sglang.engine.restore.tail_groups import TailGroups
 from krul_sglang.engine.save.turn import StoredPath
 
@@ -79,7 +79,7 @@ class Prober:
         self,
         prepare: PrepareForward,
         pool: DevicePool,
-        codec: SegmentCodec,
+        codec: ModelCodecs,
         store: KVStore,
         model: ServedModel,
         group: Any | None,
@@ -200,10 +200,9 @@ class _StoredHistory:
         self._pool = pool
         self._slots = path.slots[: readers[-1].end_token]
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        room = KeptRoom()
         for reader in readers:
             header = reader.source.header
-            reader.begin(reader.decoder.decodable_from(header.layer_first_token), room)
+            reader.begin(reader.decoder.decodable_from(header.layer_first_token))
         places = torch.arange(len(self._slots), device=self._slots.device)
         parts = [(reader, places[reader.first_token : reader.end_token]) for reader in readers]
         self.tails = TailGroups(parts, pool.streams)

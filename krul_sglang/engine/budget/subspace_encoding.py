@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
-import torch
-
-from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec.interface import EncodedRun, TokenRun
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.bases import ModelBases
-from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
-from krul_backend.codec.subspace.sample import SegmentSample
+from krul_backend.codec.subspace.codec import EncodedSegment
+from krul_backend.codec.subspace.held_bases import HeldBases, RunLimit, SubspaceRun
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import SUBSPACE
-from krul_sglang.engine.save.turn_encoding import EncodedRun, LayerEncoding, TokenRun, TurnEncoding
+from krul_backend.strategy.strategy import LayerGroups
+from krul_sglang.engine.save.turn_encoding import LayerEncoding, TurnEncoding
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +24,6 @@ _FIRST_RATIO = 10.0
 """Until the first turn has been encoded, blocks are expected to be smaller than the KV by this factor."""
 
 _LEARNING_RATE = 0.2
-
-
-@dataclass(frozen=True, eq=False)
-class RunLimit:
-    """The limit of one run of tokens. Storing it may add ``max_damage``, of which ``sample.outside`` is lost
-    whatever the step; ``carried`` was lost before. All in nats at the run's own end, see ``DamagedSpan``.
-
-    ``sample`` is what was read of the run for that, with which encoding it begins. ``attention``:
-    ``[L, Hkv, tokens of the run]``, see ``GroupBasis.token_worth``.
-    """
-
-    max_damage: float
-    sample: SegmentSample
-    carried: float
-    attention: torch.Tensor
 
 
 class SubspaceEncoding(TurnEncoding):
@@ -54,21 +37,21 @@ class SubspaceEncoding(TurnEncoding):
 
     def __init__(
         self,
-        codec: SubspaceCodec,
+        codec: HeldBases,
+        groups: LayerGroups,
         group_token_bytes: list[float],
         limit_of: Callable[[int, TokenRun], RunLimit | None],
         on_encoded: Callable[[int, TokenRun, EncodedSegment | None], None],
         exact: LayerEncoding,
     ) -> None:
         self.exact: LayerEncoding = exact
-        self.stored_as = codec.bases.layer_groups(RansCoder.name)
-        self._groups = groups = self.stored_as.groups
+        self.stored_as = groups
         self.last_use = tuple(
-            group[-1] if layer == group[0] else layer for group in groups for layer in group
+            group[-1] if layer == group[0] else layer for group in groups.groups for layer in group
         )
         self.layer_token_bytes = tuple(
             num_bytes if layer == group[0] else 0.0
-            for group, num_bytes in zip(groups, group_token_bytes, strict=True)
+            for group, num_bytes in zip(groups.groups, group_token_bytes, strict=True)
             for layer in group
         )
         self._codec = codec
@@ -79,23 +62,15 @@ class SubspaceEncoding(TurnEncoding):
     def encode(self, index: int, run: TokenRun, pause: Callable[[], None]) -> EncodedRun:
         limit = self._limit_of(index, run)
         encoded = None if limit is None else self._encoded(limit, run, pause)
-        self._on_encoded(index, run, encoded)
+        self._on_encoded(index, run, None if encoded is None else encoded.segment)
         if encoded is None:
             return self.exact.encode(index, run, pause)
-        for group, block in enumerate(encoded.blocks):
+        for group, block in enumerate(encoded.segment.blocks):
             here = block.numel() / run.num_tokens
             self._group_token_bytes[group] += _LEARNING_RATE * (here - self._group_token_bytes[group])
-        layout = self._codec.open(encoded.params, start_token=run.start_token, num_tokens=run.num_tokens)
-        first = layout.kept_from(run.head_ends or (run.start_token,) * len(self.last_use))
-        kept = layout.kept_num_bytes(first)
-        blocks = [
-            (group.start, block[block.numel() - kept[group.start] :])
-            for group, block in zip(self._groups, encoded.blocks, strict=True)
-            if kept[group.start]
-        ]
-        return EncodedRun(SUBSPACE, encoded.params, first, kept, encoded.num_bytes - sum(kept), blocks)
+        return encoded
 
-    def _encoded(self, limit: RunLimit, run: TokenRun, pause: Callable[[], None]) -> EncodedSegment | None:
+    def _encoded(self, limit: RunLimit, run: TokenRun, pause: Callable[[], None]) -> SubspaceRun | None:
         """Encode a run; None if that costs too much, or fails.
 
         The step is chosen by a sample of the tokens. If all of them together cost more than the run may add,
@@ -104,28 +79,19 @@ class SubspaceEncoding(TurnEncoding):
         most, aim = limit.max_damage / SHARE_OF_LEFT, limit.max_damage
         for _ in range(2):
             try:
-                encoded = self._codec.encode(
-                    run.read,
-                    start_token=run.start_token,
-                    num_tokens=run.num_tokens,
-                    attention=limit.attention,
-                    max_damage=aim,
-                    coder=RansCoder.name,
-                    carried_damage=limit.carried,
-                    before_group=pause,
-                    sample=limit.sample,
-                )
+                encoded = self._codec.encode(run, replace(limit, max_damage=aim), pause)
             except CodecError as error:
                 logger.warning("krul: %d tokens are stored natively: %s", run.num_tokens, error)
                 return None
-            if encoded.damage <= most:
+            damage = encoded.segment.damage
+            if damage <= most:
                 return encoded
             rounding = limit.max_damage - limit.sample.outside
-            aim = limit.sample.outside + rounding**2 / (encoded.damage - limit.sample.outside)
+            aim = limit.sample.outside + rounding**2 / (damage - limit.sample.outside)
         logger.info(
             "krul: %d tokens are stored natively: in the bases they would lose %.3g nats, %.3g are allowed",
             run.num_tokens,
-            encoded.damage,
+            damage,
             most,
         )
         return None

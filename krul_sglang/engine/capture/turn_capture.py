@@ -184,9 +184,9 @@ class TurnCapture(ABC):
     The number of requests at a time is bounded; a request that finds no room is not recorded.
 
     In each forward ``begin_forward`` comes first, on the host. Then the modules run, in Python or as a
-    replayed graph: in Python ``record`` is called in layer order, and ``end_layers`` when the last layer has
-    written its keys; a replay repeats the device operations that ``record`` gave while the graph was
-    captured. ``end_forward`` comes last, on the host. While suspended, modules are not recorded.
+    replayed graph: in Python ``record`` is called in layer order; a replay repeats the device operations that
+    ``record`` gave while the graph was captured. ``end_forward`` comes last, on the host. While suspended,
+    modules are not recorded.
     """
 
     is_suspended = False
@@ -195,7 +195,6 @@ class TurnCapture(ABC):
         """Hook the attention modules, one per layer and in layer order."""
         for layer, module in enumerate(attention_modules):
             module.register_forward_pre_hook(self._make_hook(layer))
-        attention_modules[-1].register_forward_hook(self._after_last_layer)
 
     @contextmanager
     def recording(self, schedule_batch: Any) -> Iterator[None]:
@@ -252,9 +251,6 @@ class TurnCapture(ABC):
     def record(self, layer: int, q: torch.Tensor) -> None:
         """``q``: ``[num_tokens, num_query_heads * head_dim]``, after RoPE. It belongs to the engine."""
 
-    def end_layers(self) -> None:  # noqa: B027 - not every capture has work there
-        """Called when the keys of this forward's tokens are in the pool, in all layers."""
-
     @abstractmethod
     def end_forward(self) -> None:
         """Called when the forward is queued on the device, or has failed. Recording pauses until the next."""
@@ -265,7 +261,3 @@ class TurnCapture(ABC):
                 self.record(layer, args[0])
 
         return hook
-
-    def _after_last_layer(self, module: Any, args: Any, output: Any) -> None:
-        if not self.is_suspended:
-            self.end_layers()

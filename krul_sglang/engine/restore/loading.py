@@ -15,24 +15,20 @@ from typing import Any
 
 import torch
 
+from krul_backend.codec.interface import TailGroup
 from krul_backend.errors import KrulError
 from krul_backend.store.interface import KVStore
-from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
 from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
-from krul_sglang.engine.restore.segment_reader import GroupReader, KeptRoom
-from krul_sglang.engine.restore.tail_groups import Part, TailGroup, TailGroups
+from krul_sglang.engine.restore.tail_groups import Part, TailGroups
 
 logger = logging.getLogger(__name__)
 
 
 MAX_STAGED_BYTES = 128 << 20
 """Of tails that are copied to the device while the forward before them runs."""
-
-_STALL_S = 6.0
-"""Of an injected fault: longer than any load is waited for in tests."""
 
 
 @dataclass
@@ -68,32 +64,6 @@ class LayerWaits:
         batch = self.batches.get(self.consumer_index)
         if batch is not None:
             batch.wait_layer(layer)
-
-
-class FaultInjection:
-    """Lets every second load fail, or stop for longer than its deadline, at changing layers.
-
-    Ranks take turns: what fails on one of them works on the others.
-    """
-
-    def __init__(self, config: KrulConfig, rank: int, num_ranks: int, num_layers: int) -> None:
-        self._fault = config.fault_injection
-        self._stall_s = _STALL_S if config.load_timeout is None else 3 * config.load_timeout
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._num_layers = num_layers
-        if self._fault != "none":
-            logger.warning("krul: faults are injected on purpose (fault_injection = %r)", self._fault)
-
-    def before_layer(self, index: int, layer: int) -> None:
-        """Raises or waits at one layer of batch ``index``; see the class."""
-        number, is_spared = divmod(index, 2)
-        if is_spared or number % self._num_ranks != self._rank or layer != number % self._num_layers:
-            return
-        if self._fault == "load-error":
-            raise OSError(f"injected at layer {layer} of load {index}")
-        if self._fault == "load-stall":
-            time.sleep(self._stall_s)
 
 
 class Link:
@@ -229,13 +199,7 @@ class LayerWiseLoader:
     def _run(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
         loads = tuple(batch.loads.values())
         try:
-            try:
-                self._load(index, batch, ready)
-            finally:
-                for load in loads:
-                    for reader in load.readers:
-                        # Before a failure is reported: recomputing may need the memory.
-                        reader.end()
+            self._load(index, batch, ready)
         except Exception as error:
             self.counters.failed_batches += 1
             # Damage and slow tiers are expected to happen: a traceback would say nothing more.
@@ -256,7 +220,6 @@ class LayerWiseLoader:
     def _load(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
         """Copy all layers of a batch, until it is abandoned."""
         loads = tuple(batch.loads.values())
-        room = KeptRoom()
         with (
             self._gate.restoring(lambda: not batch.is_abandoned),
             self._device.working_on(self._stream, ready[:1]),
@@ -264,7 +227,7 @@ class LayerWiseLoader:
             self._device.on_cores(self._num_cores if batch.lands_whole and _any_decoded(loads) else 1),
         ):
             for load in loads:
-                self._begin(load, room)
+                self._begin(load)
             batch.begun()
             parts = [part for load in loads for part in load.parts()]
             before_layer = partial(self._before_layer, index)
@@ -287,7 +250,8 @@ class LayerWiseLoader:
         checks = BlockChecks(self._device, batch.deadline_s, self._store.report_damage)
         tails, groups = TailGroups(parts, self._device), deque[list[TailGroup]]()
         num_announced = 0
-        with closing(checks):
+        # Closed before a failure is reported: recomputing may need the memory.
+        with closing(checks), closing(tails):
             for layer in range(self._pool.num_layers):
                 # On a CPU announcing a block waits for it, and checks it: that is part of its load.
                 begin = batch.clock.mark()
@@ -322,7 +286,7 @@ class LayerWiseLoader:
     def _salvage(self, batch: LoadBatch, error: Exception) -> dict[str, int]:
         """Load the segments before those that have not come; returns how many tokens of each request they
         complete. Nothing if memory ran out, or on any other error."""
-        room, parts, salvaged = KeptRoom(), list[Part](), dict[str, int]()
+        parts, salvaged = list[Part](), dict[str, int]()
         damaged_id = error.segment_id if isinstance(error, DamagedBlockError) else None
         try:
             if not isinstance(error, KrulError) or batch.is_abandoned:
@@ -330,7 +294,7 @@ class LayerWiseLoader:
             for rid, load in batch.loads.items():
                 # Rotated keys would be rotated twice.
                 for reader, slots in load.parts() if load.moved is None else ():
-                    again = reader.again(load.plan.head_ends, room)
+                    again = reader.again(load.plan.head_ends)
                     if again is None or again.block(0).source.segment_id == damaged_id:
                         break
                     parts.append((again, slots))
@@ -340,14 +304,11 @@ class LayerWiseLoader:
         except Exception as again_failed:
             logger.info("krul: nothing of a failed load can be used: %s", again_failed)
             return {}
-        finally:
-            for reader, _ in parts:
-                reader.end()
 
-    def _begin(self, load: Load, room: KeptRoom) -> None:
+    def _begin(self, load: Load) -> None:
         """Make a load's readers ready; what is in a lower tier is on its way from here on."""
         for reader in load.readers:
-            reader.begin(load.plan.head_ends, room)
+            reader.begin(load.plan.head_ends)
         if not load.lease.is_in_dram:
             # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
             fetched = self._store.fetch(load.lease, [reader.tail() for reader in load.readers])
@@ -395,4 +356,4 @@ class LayerWiseLoader:
 
 def _any_decoded(loads: Sequence[Load]) -> bool:
     """Whether any segment is more than copied."""
-    return any(isinstance(reader, GroupReader) for load in loads for reader in load.readers)
+    return any(reader.decoder.uses_cores for load in loads for reader in load.readers)

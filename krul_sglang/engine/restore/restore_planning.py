@@ -12,13 +12,14 @@ from typing import TypeVar
 import orjson
 import torch
 
-from krul_backend.codec.segment_codec import AwaitedBasesError, SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.subspace.held_bases import AwaitedBasesError
 from krul_backend.errors import CodecError
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun, TierCost
 from krul_backend.planner.timing import RestoreTiming
-from krul_backend.strategy.strategy import LayerGroups, Precision, StoredAs
+from krul_backend.strategy.strategy import LayerCosts, Precision
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.load_batch import Forecast
@@ -34,48 +35,33 @@ PAIR_FACTOR = 2.0
 """Assumed cost of a layer in a pair where none was measured: two blocks are read for it."""
 
 
-class DecodeCosts:
+class DecodeCosts(LayerCosts):
     """Tells what decoding costs: seconds per token and layer, beyond what copying the bytes costs.
 
     ``single_s``: of layers on their own, by precision; ``pair_s``: of layers in a pair; ``group_s``: of
-    layers in a group that shares a subspace, by coder. A kind that was not measured takes the cost of one
-    that was.
+    layers in a group that shares a subspace, None if it was not measured, which counts as nothing. A
+    precision that was not measured takes the cost of one that was.
     """
 
     def __init__(
         self,
         single_s: Mapping[Precision, float],
         pair_s: Mapping[Precision, float],
-        group_s: Mapping[str, float] | None = None,
+        group_s: float | None = None,
     ) -> None:
         self.single_s = dict(single_s)
         self.pair_s = dict(pair_s)
-        self.group_s = dict(group_s or {})
+        self.group_s = group_s
 
-    def token_s(self, stored_as: StoredAs) -> tuple[float, ...]:
-        """``[L]``, for every layer of a segment.
-
-        A group is decoded at once, from the head of its last layer on, which is the shortest. So that one is
-        charged for all of them.
-        """
-        if isinstance(stored_as, LayerGroups):
-            layer_s = self.group_s.get(stored_as.coder, max(self.group_s.values(), default=0.0))
-            return tuple(
-                len(group) * layer_s if layer == group[-1] else 0.0
-                for group in stored_as.groups
-                for layer in group
-            )
-        return tuple(
-            self._single_s(layer.precision) if layer.partner is None else self._pair_s(layer.precision)
-            for layer in stored_as.layers
-        )
-
-    def _single_s(self, precision: Precision) -> float:
+    def layer_s(self, precision: Precision) -> float:
         return self.single_s.get(precision, max(self.single_s.values(), default=0.0))
 
-    def _pair_s(self, precision: Precision) -> float:
+    def paired_layer_s(self, precision: Precision) -> float:
         measured = self.pair_s.get(precision)
-        return PAIR_FACTOR * self._single_s(precision) if measured is None else measured
+        return PAIR_FACTOR * self.layer_s(precision) if measured is None else measured
+
+    def grouped_layer_s(self) -> float:
+        return self.group_s or 0.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +106,7 @@ class RestorePlanning:
         planner: RestorePlanner,
         costs: OnlineCosts,
         decode_costs: DecodeCosts,
-        codec: SegmentCodec,
+        codec: ModelCodecs,
         agreement: RankAgreement,
         *,
         page_size: int,
@@ -264,7 +250,7 @@ class RestorePlanning:
             first_token=first_token,
             end_token=end_token,
             layer_token_bytes=tuple(num_bytes * read_share for num_bytes in decoder.layer_num_bytes),
-            decode_token_s=self._decode_costs.token_s(decoder.stored_as),
+            decode_token_s=decoder.stored_as.decode_token_s(self._decode_costs),
             last_use=decoder.last_use,
             stored_from=tuple(
                 min(max(first_token, token + reader.shift), end_token)

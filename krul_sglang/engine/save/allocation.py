@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import orjson
 
-from krul_backend.codec.segment_codec import AwaitedBasesError, SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.subspace.held_bases import AwaitedBasesError
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import RestorePlanner, StoredRun
 from krul_backend.planner.planners import allocate
 from krul_backend.segment import ModelIdentity, tail_num_bytes
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy.strategy import StoredAs
+from krul_backend.strategy.strategy import LayerCosts
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.save.turn_encoding import TurnEncoding
@@ -29,14 +30,14 @@ class SpaceAllocation:
     If the plan would load nothing at all, everything is stored: otherwise a device that is busy today would
     decide that the conversation can never be loaded.
 
-    ``decode_token_s(stored_as)`` are the seconds per token that decoding costs in each layer, ``[L]``.
+    ``decode_costs``: what decoding costs.
     """
 
     def __init__(
         self,
         planner: RestorePlanner,
         costs: OnlineCosts,
-        decode_token_s: Callable[[StoredAs], tuple[float, ...]],
+        decode_costs: LayerCosts,
         agreement: RankAgreement,
         *,
         page_size: int,
@@ -44,7 +45,7 @@ class SpaceAllocation:
     ) -> None:
         self._planner = planner
         self._costs = costs
-        self._decode_token_s = decode_token_s
+        self._decode_costs = decode_costs
         self._agreement = agreement
         self._page_size = page_size
         self._max_head_tokens = max_head_tokens
@@ -63,7 +64,7 @@ class SpaceAllocation:
             first_token=0,
             end_token=num_tokens,
             layer_token_bytes=encoding.layer_token_bytes,
-            decode_token_s=self._decode_token_s(encoding.stored_as),
+            decode_token_s=encoding.stored_as.decode_token_s(self._decode_costs),
             last_use=encoding.last_use,
             stored_from=(0,) * len(encoding.last_use),
         )
@@ -86,7 +87,7 @@ class SpaceAllocation:
 def trim_path(
     store: KVStore,
     model: ModelIdentity,
-    codec: SegmentCodec,
+    codec: ModelCodecs,
     page_keys: Sequence[str],
     head_ends: Sequence[int],
 ) -> None:

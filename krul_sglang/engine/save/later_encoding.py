@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.segment_codec import SegmentCodec, SegmentDecoder
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.units import UnitDecoder
 from krul_backend.errors import CodecError
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
@@ -23,7 +25,7 @@ from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.save.segment_writer import OffloadCounters, SegmentWriter
 from krul_sglang.engine.save.turn import Turn
-from krul_sglang.engine.save.turn_encoding import TokenRun, TurnEncoding
+from krul_sglang.engine.save.turn_encoding import TurnEncoding
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class LaterEncoder:
         self,
         store: KVStore,
         pool: DevicePool,
-        codec: SegmentCodec,
+        codec: ModelCodecs,
         writer: SegmentWriter,
         counters: OffloadCounters,
         gate: TransferGate,
@@ -323,12 +325,12 @@ class LaterEncoder:
 class _CopyReader:
     """Reads the layers of an exact copy, which may lie in several segments."""
 
-    def __init__(self, copy: ExactCopy, codec: SegmentCodec, pool: DevicePool) -> None:
+    def __init__(self, copy: ExactCopy, codec: ModelCodecs, pool: DevicePool) -> None:
         self._device = pool.streams
-        self._parts: list[tuple[SegmentSlice, SegmentDecoder, range]] = []
+        self._parts: list[tuple[SegmentSlice, UnitDecoder, range]] = []
         for source in copy.lease.slices:
             header, page_size = source.header, copy.model.page_size
-            decoder = codec.open_units(
+            decoder = codec.native.open(
                 header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
             )
             rows = range(source.first_page * page_size, source.end_page * page_size)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 
+from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
-from krul_backend.codec.segment_codec import SegmentCodec
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -24,7 +25,7 @@ from krul_sglang.engine.save.later_encoding import ExactCopy, LaterEncoder
 from krul_sglang.engine.save.segment_writer import OffloadCounters, SegmentWriter
 from krul_sglang.engine.save.strategy_choice import ChoiceCounters, Decision
 from krul_sglang.engine.save.turn import Turn
-from krul_sglang.engine.save.turn_encoding import TokenRun, TurnEncoding
+from krul_sglang.engine.save.turn_encoding import TurnEncoding
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class TurnOffloader:
         store: KVStore,
         model: ServedModel,
         pool: DevicePool,
-        codec: SegmentCodec,
+        codec: ModelCodecs,
         decision: Decision,
         *,
         allocation: SpaceAllocation | None = None,

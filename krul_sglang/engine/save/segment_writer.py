@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from krul_backend.codec.interface import EncodedRun
 from krul_backend.device import Device
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import Reservation, block_checksums
 from krul_sglang.engine.save.turn import Turn
-from krul_sglang.engine.save.turn_encoding import EncodedRun
 
 logger = logging.getLogger(__name__)
 

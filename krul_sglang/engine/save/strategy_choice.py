@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from krul_backend.attention.statistics import AttentionStatistics, concatenate_heads
-from krul_backend.codec.segment_codec import SegmentCodec
-from krul_backend.strategy.selectors import Evidence, StrategySelector
-from krul_backend.strategy.strategy import SUBSPACE, LayerGroups, StoredAs
+from krul_backend.codec.pairs.selectors import Evidence, StrategySelector
+from krul_backend.codec.registry import ModelCodecs
+from krul_backend.strategy.strategy import SUBSPACE, StoredAs
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.save.turn import Turn
@@ -74,7 +74,7 @@ class SelectorDecision(Decision):
     def __init__(
         self,
         selector: StrategySelector,
-        codec: SegmentCodec,
+        codec: ModelCodecs,
         pool: DevicePool,
         agreement: RankAgreement,
         *,
@@ -143,11 +143,9 @@ class ChoiceCounters:
 
     def add(self, stored_as: StoredAs) -> None:
         self.turns += 1
-        if isinstance(stored_as, LayerGroups):
-            # Counted when it is encoded: it may turn out to be native.
-            return
+        # Groups have neither. They count when they are encoded: they may turn out to be native.
         self.pairs.update(f"{i}-{j}" for i, j in stored_as.pairs)
-        self.precisions.update(layer.precision.value for layer in stored_as.layers)
+        self.precisions.update(precision.value for precision in stored_as.precisions)
 
     def note_encoded(self, codec: str) -> None:
         """The first segment of a turn was encoded with this codec."""

@@ -1,4 +1,4 @@
-"""Two coders of quantized coefficients: rANS for the fewest bytes, fixed widths for the most speed."""
+"""The coder of quantized coefficients, rANS: levels to records of bytes, and back."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.compiled import (
+from krul_backend.codec.coefficients.records import SMALLEST_SHIFT, decode_block, encode_block
+from krul_backend.codec.coefficients.scales import (
+    BAND,
+    NUM_SCALES,
     RECORD_TOKENS,
+    CoderTables,
     Integers,
     Levels,
     Scales,
     Shifts,
     Values,
     Words,
+    standard_tables,
 )
-from krul_backend.codec.coefficients.records import SMALLEST_SHIFT, decode_block, encode_block
-from krul_backend.codec.coefficients.scales import BAND, NUM_SCALES, CoderTables, standard_tables
 from krul_backend.errors import CodecError
 
 LARGEST_SHIFT = 7
@@ -47,15 +50,17 @@ class EncodedLevels:
     record_num_bytes: NDArray[np.uint32]
 
 
-class CoefficientCoder:
+class RansCoder:
     """Turns levels ``[T, R]`` (tokens, coefficients) into bytes and back, exactly.
+
+    A record has 16 interleaved lanes of rANS, and each scale a static table: see ``rans.py``.
 
     Token ``t`` was quantized with ``step * 2^(shift[t] / 2)``. A coefficient of scale 0 is always zero; scale
     ``s`` stands for a mean magnitude before quantization of ``2^((s - 21) / 4)`` steps.
     """
 
-    name: str
-    _tables: CoderTables | None = None
+    def __init__(self) -> None:
+        self.tables: CoderTables = standard_tables()
 
     def encode(
         self, levels: Levels, scales: Scales, shifts: Shifts, *, num_threads: int = 1
@@ -85,7 +90,7 @@ class CoefficientCoder:
         most_words = _most_words(len(scales))
         # The system gives memory for the pages that are written only.
         data = np.empty(count * most_words, np.uint16)
-        places = self._places(scales)
+        places = _coded(scales)
         scales_of_places = scales[places].astype(np.int64)
         # The loops are compiled for arrays that may be written to, once.
         levels = np.require(levels, requirements=["C", "A", "W"])
@@ -99,7 +104,7 @@ class CoefficientCoder:
                 places,
                 scales_of_places,
                 shifts[rows],
-                None if self._tables is None else self._tables.encoding,
+                self.tables.encoding,
                 words,
                 record_num_words[first:end],
             )
@@ -142,7 +147,7 @@ class CoefficientCoder:
         starts = _record_starts(data, record_num_bytes, len(out))
         shifts = np.empty(len(out), np.int8)
         as_values = out.dtype == np.float32
-        places = self._places(scales)
+        places = _coded(scales)
         source = np.require(data, requirements=["C", "W"])
         scales_of_places = scales[places].astype(np.int64)
 
@@ -155,7 +160,7 @@ class CoefficientCoder:
                 places,
                 scales_of_places,
                 shifts[rows],
-                None if self._tables is None else self._tables.decoding,
+                self.tables.decoding,
                 np.empty(_most_words(len(scales)) + 2 * RECORD_TOKENS, np.uint16),
                 # Levels are values that neither shrink nor grow.
                 np.float32(shrink if as_values else 0),
@@ -170,29 +175,10 @@ class CoefficientCoder:
                 raise CodecError(f"record {damaged} of {count} is damaged")
         return shifts
 
-    def _places(self, scales: Scales) -> Integers:
-        """The columns of the levels that the compiled loops go through: int64.
 
-        For rANS they are all coefficients whose scale is not 0. For fixed widths they are the first
-        coefficient of each band in which any scale is not 0.
-        """
-        coded = np.flatnonzero(scales).astype(np.int64)
-        return np.unique(coded // BAND * BAND) if self._tables is None else coded
-
-
-class RansCoder(CoefficientCoder):
-    """16 interleaved lanes of rANS per record, with a static table for each scale: see ``rans.py``."""
-
-    name = "rans"
-
-    def __init__(self) -> None:
-        self.tables = self._tables = standard_tables()
-
-
-class FixedWidthCoder(CoefficientCoder):
-    """A width of 0 to 8 bits for each record and band, for the fewest bytes: see ``fixed_width.py``."""
-
-    name = "fixed-width"
+def _coded(scales: Scales) -> Integers:
+    """The coefficients that are coded, those whose scale is not 0: int64."""
+    return np.flatnonzero(scales).astype(np.int64)
 
 
 def num_records(num_tokens: int) -> int:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from krul_backend.codec.coefficients.compiled import Index, Integers, Levels, Tables, Words
-from krul_backend.codec.coefficients.scales import NUM_SCALES
+from krul_backend.codec.coefficients.scales import NUM_SCALES, Index, Integers, Levels, Tables, Words
 from krul_backend.machine_code import compiled
 
 NUM_LANES = 16

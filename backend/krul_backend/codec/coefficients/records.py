@@ -2,8 +2,7 @@
 
 The levels of a record lie in ``rows`` int16 ``[64, row_width(R)]``, those of a token side by side. A record
 begins with the shifts of its tokens plus 8, 4 bits each, lowest first, padded to a multiple of 4 bytes. The
-rest is written by one of two coders: with tables by ``rans.py``, without by ``fixed_width.py``. A word of
-zero may follow, so that records are a multiple of 4 bytes long.
+rest is written by ``rans.py``. A word of zero may follow, so that records are a multiple of 4 bytes long.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients import fixed_width, rans
-from krul_backend.codec.coefficients.compiled import (
+from krul_backend.codec.coefficients import rans
+from krul_backend.codec.coefficients.scales import (
     RECORD_TOKENS,
     Index,
     Integers,
@@ -42,15 +41,15 @@ def encode_block(
     places: Integers,
     scales: Integers,
     shifts: Shifts,
-    tables: Tables | None,
+    tables: Tables,
     data: Words,
     num_words: Integers,
 ) -> Index:
     """Write all records of ``levels [T, R]`` to the front of ``data`` and the number of words of each to
     ``num_words``. Return the sum of these numbers.
 
-    ``places`` are the coefficients that are coded and ``scales`` are theirs, or the first coefficients of the
-    bands that are coded. ``data`` has room for the most that a block may take.
+    ``places`` are the coefficients that are coded, and ``scales`` are theirs. ``data`` has room for the most
+    that a block may take.
     """
     rows = np.zeros((RECORD_TOKENS, row_width(levels.shape[1])), np.int16)
     moves = np.empty(RECORD_TOKENS, np.int64)
@@ -69,10 +68,7 @@ def encode_block(
             for token in range(4 * (index - begin), min(4 * (index - begin) + 4, size)):
                 word |= (np.int64(shifts[first + token]) - SMALLEST_SHIFT) << (4 * (token & 3))
             data[index] = word
-        if tables is not None:
-            end = rans.encode_record(rows, size, places, scales, moves, tables, data, end)
-        else:
-            end = fixed_width.encode_record(rows, size, places, data, end)
+        end = rans.encode_record(rows, size, places, scales, moves, tables, data, end)
         if (end - begin) & 1:
             data[end] = 0
             end += 1
@@ -87,7 +83,7 @@ def decode_block(
     places: Integers,
     scales: Integers,
     shifts: Shifts,
-    tables: Tables | None,
+    tables: Tables,
     words: Words,
     shrink: np.float32,
     factors: Values,
@@ -119,10 +115,7 @@ def decode_block(
                 moves[token] = 2 * shift
             elif shift != SMALLEST_SHIFT:
                 return record
-        if tables is not None:
-            end = rans.decode_record(words, start, num_words, size, places, scales, moves, tables, rows)
-        else:
-            end = fixed_width.decode_record(words, start, num_words, size, places, rows)
+        end = rans.decode_record(words, start, num_words, size, places, scales, moves, tables, rows)
         if end < 0 or end + (end & 1) != num_words or (end < num_words and words[end] != 0):
             return record
         for token in range(size):

@@ -16,9 +16,20 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.compiled import Levels, Scales
 from krul_backend.errors import CodecError
 from krul_backend.machine_code import compiled
+
+RECORD_TOKENS = 64
+"""Tokens of a record; the last one of a block may have fewer."""
+
+Levels = NDArray[np.int16]
+Scales = NDArray[np.uint8]
+Shifts = NDArray[np.int8]
+Values = NDArray[np.float32]
+Words = NDArray[np.uint16]
+Integers = NDArray[np.int64]
+Tables = NDArray[np.uint32]
+Index = int | np.int64
 
 NUM_SCALES = 48
 """Scale 0 is for coefficients that are never coded; scales 1 to 47 have a table each."""

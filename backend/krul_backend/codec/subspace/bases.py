@@ -169,9 +169,10 @@ class ModelBases:
         of_layers = _worth_of_heads(attention, *self._attention_lines).sum(1)
         return torch.stack([of_layers[group.first_layer : group.end_layer].sum(0) for group in self.groups])
 
-    def layer_groups(self, coder: str) -> LayerGroups:
-        """The groups of layers, as a segment that ``coder`` writes is stored."""
-        return LayerGroups(tuple(group.end_layer for group in self.groups), coder)
+    @property
+    def layer_groups(self) -> LayerGroups:
+        """The groups of layers."""
+        return LayerGroups(tuple(group.end_layer for group in self.groups))
 
     @cached_property
     def digest(self) -> str:

@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from krul_backend.codec.coefficients.coders import CoefficientCoder
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.scales import base_scales, best_offsets, num_bands, scales_of
+from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec.coefficients.scales import (
+    RECORD_TOKENS,
+    base_scales,
+    best_offsets,
+    num_bands,
+    scales_of,
+)
 from krul_backend.codec.layout import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable, check_positions
 from krul_backend.codec.subspace.bases import ModelBases, split_vectors
@@ -79,7 +84,6 @@ class SubspaceCodec:
         self,
         bases: ModelBases,
         rotary: RotaryTable | None,
-        coders: Sequence[CoefficientCoder],
         *,
         num_first_tokens: int = 1,
     ) -> None:
@@ -87,7 +91,7 @@ class SubspaceCodec:
             raise CodecError(f"{num_first_tokens} first tokens are not 0 to {RECORD_TOKENS}")
         self.bases = bases
         self._rotary = rotary
-        self._coders = {coder.name: coder for coder in coders}
+        self._coder = RansCoder()
         self._num_first_tokens = num_first_tokens
         device = Device.of(bases.groups[0].mean)
         is_fast = device.multiplies_bf16_fast
@@ -119,7 +123,6 @@ class SubspaceCodec:
         num_tokens: int,
         attention: torch.Tensor | None,
         max_damage: float,
-        coder: str,
         carried_damage: float = 0.0,
         before_group: Callable[[], None] = lambda: None,
         sample: SegmentSample | None = None,
@@ -137,13 +140,12 @@ class SubspaceCodec:
         Blocks are on the CPU.
 
         Raises:
-            CodecError: no tokens, a limit that is not positive, an unknown coder, positions beyond the
-            model's, or the sample of another segment.
+            CodecError: no tokens, a limit that is not positive, positions beyond the model's, or the sample
+                of another segment.
         """
         segment = self._segment(start_token, num_tokens)
         if not max_damage > 0:
             raise CodecError(f"a limit of {max_damage} nats leaves nothing to encode within")
-        chosen = self._coder(coder)
         if sample is None:
             sample = self.sample(read, start_token=start_token, num_tokens=num_tokens, attention=attention)
         elif sample.bases is not self.bases or sample.segment != segment:
@@ -156,7 +158,7 @@ class SubspaceCodec:
             if chunks:
                 rounded, found = self._rounded(group, read, sample, best.step, chunks)
                 of_others.append(found)
-            parameters, block = self._encode_group(group, rounded, sample, best.step, chosen)
+            parameters, block = self._encode_group(group, rounded, sample, best.step)
             groups.append(parameters)
             blocks.append(block)
             all_rounded.append(rounded.without_levels())
@@ -165,7 +167,6 @@ class SubspaceCodec:
             damage, shift = sample.damage(all_rounded, torch.stack(of_others).cpu().numpy())
         of_segment = SubspaceParameters(
             self.bases.digest,
-            coder,
             segment.num_first_tokens,
             best.step,
             carried_damage + damage,
@@ -244,9 +245,7 @@ class SubspaceCodec:
         check_positions(start_token, num_tokens, self._rotary)
         parameters = SubspaceParameters.parse(params, self.bases, num_tokens)
         segment = SegmentTokens(start_token, num_tokens, parameters.num_first_tokens)
-        return SubspaceDecoder(
-            self.bases, self._transforms, self._coder(parameters.coder), parameters, segment
-        )
+        return SubspaceDecoder(self.bases, self._transforms, self._coder, parameters, segment)
 
     def draw(self, num_tokens: int) -> list[LayerKV]:
         """Random KV of all layers, at positions from 0 on, with the mean and the covariance of the text that
@@ -267,11 +266,6 @@ class SubspaceCodec:
             )
             for kv in layers
         ]
-
-    def _coder(self, name: str) -> CoefficientCoder:
-        if name not in self._coders:
-            raise CodecError(f"coder {name!r} is unknown (known: {', '.join(self._coders)})")
-        return self._coders[name]
 
     def _segment(self, start_token: int, num_tokens: int) -> SegmentTokens:
         """These tokens, with the first ones that are stored as they are."""
@@ -316,14 +310,14 @@ class SubspaceCodec:
         return rounded, torch.cat([*lost, basis.shift_sums(vector_sum[None])[0]])
 
     def _encode_group(
-        self, group: int, rounded: RoundedTokens, sample: SegmentSample, step: float, coder: CoefficientCoder
+        self, group: int, rounded: RoundedTokens, sample: SegmentSample, step: float
     ) -> tuple[GroupParameters, torch.Tensor]:
         """The parameters and the block of one group."""
         num_tokens, num_kept = rounded.levels.shape
         base = base_scales(self._transforms[group].magnitudes[:num_kept], step)
         observed = (rounded.magnitudes / (num_tokens * step)).astype(np.float32)
         offsets = best_offsets(base, observed, rounded.levels)
-        encoded = coder.encode(
+        encoded = self._coder.encode(
             rounded.levels,
             scales_of(base, offsets),
             sample.shifts[group],

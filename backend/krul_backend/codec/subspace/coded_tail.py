@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.coders import CoefficientCoder
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
+from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec.coefficients.scales import RECORD_TOKENS
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, split_vectors
@@ -94,7 +94,7 @@ class CodedTail:
     record_num_bytes: NDArray[np.uint32]
     scales: NDArray[np.uint8]
     step: float
-    coder: CoefficientCoder
+    coder: RansCoder
     transform: GroupTransform
     segment: SegmentTokens
 

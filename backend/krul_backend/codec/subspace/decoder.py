@@ -8,18 +8,19 @@ from functools import cached_property
 
 import torch
 
-from krul_backend.codec.coefficients.coders import CoefficientCoder
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.scales import base_scales, scales_of
+from krul_backend.codec.coefficients.coders import RansCoder
+from krul_backend.codec.coefficients.scales import RECORD_TOKENS, base_scales, scales_of
+from krul_backend.codec.interface import SegmentDecoder
 from krul_backend.codec.layout import LayerKV, empty_kv
-from krul_backend.codec.segment_layout import SegmentLayout
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, SegmentTokens, decode_tails
 from krul_backend.codec.subspace.parameters import SubspaceParameters
+from krul_backend.codec.subspace.restore import SubspaceRestorer
 from krul_backend.errors import CodecError
+from krul_backend.strategy.strategy import LayerGroups
 
 
-class SubspaceDecoder(SegmentLayout):
+class SubspaceDecoder(SegmentDecoder):
     """Decodes the blocks of one segment. ``SubspaceCodec.open`` makes it.
 
     The block of a group is that of its first layer; the other layers of the group have none of their own.
@@ -27,16 +28,19 @@ class SubspaceDecoder(SegmentLayout):
     of each layer's KV in the pool. ``bases_digest``: of the bases, see ``ModelBases``.
     """
 
+    restorer = SubspaceRestorer
+    uses_cores = True
+
     def __init__(
         self,
         bases: ModelBases,
         transforms: Sequence[GroupTransform],
-        coder: CoefficientCoder,
+        coder: RansCoder,
         parameters: SubspaceParameters,
         segment: SegmentTokens,
     ) -> None:
         super().__init__(bases.num_layers, segment.start_token, segment.num_tokens, RECORD_TOKENS)
-        self.stored_as = bases.layer_groups(coder.name)
+        self.stored_as: LayerGroups = bases.layer_groups
         self.damage = parameters.damage
         self.shape = bases.shape
         self.bases_digest = parameters.bases_digest
@@ -45,11 +49,6 @@ class SubspaceDecoder(SegmentLayout):
         self._coder = coder
         self._parameters = parameters
         self._segment = segment
-
-    @cached_property
-    def native_units(self) -> tuple[None, ...]:
-        """``[L]``, all None: no layer is stored natively and alone. See ``SegmentDecoder.native_units``."""
-        return (None,) * self._num_layers
 
     def group_of(self, layer: int) -> int:
         """The group that a layer belongs to."""

@@ -13,8 +13,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.coders import num_records
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.scales import NO_OFFSET, pack_offsets, unpack_offsets
+from krul_backend.codec.coefficients.scales import NO_OFFSET, RECORD_TOKENS, pack_offsets, unpack_offsets
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
 from krul_backend.errors import CodecError
 
@@ -33,9 +32,8 @@ class _Stored(Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters of a segment as JSON has them."""
 
     codec: Literal["subspace"]
-    version: Literal[1]
+    version: Literal[2]
     bases: str
-    coder: str
     first_tokens: Annotated[int, Meta(ge=0, le=RECORD_TOKENS)]
     step: Annotated[float, Meta(ge=SMALLEST_STEP, le=LARGEST_STEP)]
     damage: Annotated[float, Meta(ge=0, le=sys.float_info.max)]
@@ -85,7 +83,6 @@ class SubspaceParameters:
     """
 
     bases_digest: str
-    coder: str
     num_first_tokens: int
     step: float
     damage: float
@@ -103,9 +100,8 @@ class SubspaceParameters:
         """Plain JSON values that ``parse`` accepts."""
         stored = _Stored(
             codec="subspace",
-            version=1,
+            version=2,
             bases=self.bases_digest,
-            coder=self.coder,
             first_tokens=self.num_first_tokens,
             step=self.step,
             damage=self.damage,
@@ -135,4 +131,4 @@ class SubspaceParameters:
             GroupParameters.parse(group, basis, num_tokens)
             for group, basis in zip(stored.groups, bases.groups, strict=True)
         )
-        return cls(bases.digest, stored.coder, stored.first_tokens, stored.step, stored.damage, tuple(parsed))
+        return cls(bases.digest, stored.first_tokens, stored.step, stored.damage, tuple(parsed))

@@ -13,8 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS, Integers, Levels, Shifts, Values
-from krul_backend.codec.coefficients.scales import BAND, ROUNDING
+from krul_backend.codec.coefficients.scales import (
+    BAND,
+    RECORD_TOKENS,
+    ROUNDING,
+    Integers,
+    Levels,
+    Shifts,
+    Values,
+)
 from krul_backend.machine_code import compiled
 
 SHRINK = 0.04

@@ -13,8 +13,7 @@ from math import log2
 import numpy as np
 import torch
 
-from krul_backend.codec.coefficients.compiled import Integers, Shifts, Values
-from krul_backend.codec.coefficients.scales import BAND, num_bands
+from krul_backend.codec.coefficients.scales import BAND, Integers, Shifts, Values, num_bands
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
 from krul_backend.codec.subspace.coded_tail import SegmentTokens
 from krul_backend.codec.subspace.parameters import LARGEST_STEP, SMALLEST_STEP

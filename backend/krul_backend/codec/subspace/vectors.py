@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from krul_backend.codec.coefficients.compiled import Integers, Values
+from krul_backend.codec.coefficients.scales import Integers, Values
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device

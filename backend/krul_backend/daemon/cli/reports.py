@@ -230,12 +230,12 @@ def _layer_table(details: SegmentDetails) -> Table:
 
 
 def _codec_line(info: SegmentInfo) -> str:
-    """The codec; of shared subspaces also the coder, the bases, the step and the damage in nats."""
+    """The codec; of shared subspaces also the bases, the step and the damage in nats."""
     params = info.codec_params
     if info.codec != SUBSPACE:
         return printable(info.codec)
     named = (f"{name} {printable(str(params.get(name)))[:16]}" for name in ("bases", "step", "damage"))
-    return ", ".join((f"{SUBSPACE} ({printable(str(params.get('coder')))})", *named))
+    return ", ".join((SUBSPACE, *named))
 
 
 def _strategy(codec_params: Mapping[str, Any]) -> Strategy | None:

@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-import networkx
-
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.errors import StrategyError
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
@@ -103,23 +101,6 @@ class MiniCacheSelector(StrategySelector):
         return Strategy.from_pairs(num_layers, deep_pairs[len(deep_pairs) - num_pairs :], self._precision)
 
 
-class FixedSelector(StrategySelector):
-    """Shares neighbours around the middle of the model, as many layers as ``r_l`` asks for.
-
-    This is the paper's "Krul (Fix)". Its table 4 takes layers 9 to 24 of 32, half of the layers, about the
-    middle of the model.
-    """
-
-    name = "krul-fixed"
-
-    def select(self, evidence: Evidence) -> Strategy:
-        num_layers = evidence.num_layers
-        num_pairs = min(num_shared_pairs(num_layers, self._layer_ratio), num_layers // 2)
-        first = (num_layers - 2 * num_pairs) // 2
-        pairs = [(i, i + 1) for i in range(first, first + 2 * num_pairs, 2)]
-        return Strategy.from_pairs(num_layers, pairs, self._precision)
-
-
 class KrulSelector(StrategySelector):
     """Chooses pairs by Krul's Algorithm 1, preemptive compression strategy selection.
 
@@ -182,35 +163,8 @@ def pair_distances(statistics: AttentionStatistics, layers: list[int]) -> list[t
     return sorted((distances[i][j], (i, j)) for i in layers for j in layers if i < j)
 
 
-class MatchingSelector(KrulSelector):
-    """Chooses disjoint pairs of I-R layers with the least sum of attention distances.
-
-    Only the search differs from ``KrulSelector``'s: Algorithm 1 takes the nearest pair first, which may leave
-    two far layers to each other.
-    """
-
-    name = "matching"
-
-    def _choose_pairs(
-        self, distances: list[tuple[float, Pair]], layers: list[int], num_pairs: int
-    ) -> list[Pair]:
-        """The ``num_pairs`` disjoint pairs with the least sum of ``distances``, ascending.
-
-        A perfect matching is found in the graph of the layers and of one stand-in, at no cost, for each layer
-        that shall stay alone: stand-ins are not joined to each other, so exactly that many layers meet one.
-        """
-        graph = networkx.Graph()
-        graph.add_nodes_from(layers)
-        graph.add_weighted_edges_from((i, j, distance) for distance, (i, j) in distances)
-        stand_ins = [f"alone {n}" for n in range(len(layers) - 2 * num_pairs)]
-        graph.add_weighted_edges_from((layer, stand_in, 0.0) for layer in layers for stand_in in stand_ins)
-        matched = networkx.min_weight_matching(graph)
-        return sorted((min(a, b), max(a, b)) for a, b in matched if isinstance(a, int) and isinstance(b, int))
-
-
 SELECTORS: dict[str, type[StrategySelector]] = {
-    kind.name: kind
-    for kind in (UnsharedSelector, KrulSelector, MatchingSelector, MiniCacheSelector, FixedSelector)
+    kind.name: kind for kind in (UnsharedSelector, KrulSelector, MiniCacheSelector)
 }
 
 

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 import torch
 import triton
 
+from krul_backend.codec.kernel_arguments import rotary_arguments, target_arguments
 from krul_backend.codec.layout import RecordLayout
-from krul_backend.codec.restore import FusedUnit
-from krul_backend.codec.rotary import RotaryTable
-from krul_backend.codec.segment_codec import UnitBlocks
-from krul_backend.codec.shared_pair import SharedPair
-from krul_backend.codec.triton_kernels import restore_groups, restore_retained
-from krul_backend.codec.unit import NativeLayer
-from krul_backend.codec.vector_format import CodeFormat, FloatFormat, VectorFormat
+from krul_backend.codec.pairs.shared_pair import SharedPair
+from krul_backend.codec.pairs.triton_kernels import restore_groups, restore_retained
+from krul_backend.codec.pairs.units import FusedUnit
+from krul_backend.codec.pairs.vector_format import CodeFormat, FloatFormat, VectorFormat
 from krul_backend.device import Device
 
 _LOWER = 0
@@ -33,34 +30,38 @@ _PROGRAM_HEADS = (4, 3, 2, 1)
 
 
 def restore_fused(
-    found: UnitBlocks,
+    unit: FusedUnit,
+    index: int,
+    blocks: Sequence[torch.Tensor],
     first_token: int,
     end_token: int,
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Do ``restore_layer`` for what ``can_fuse`` accepts, with one kernel; a shared pair takes a second one.
+    """Do ``UnitCodec.restore`` for what ``can_fuse`` accepts, with one kernel; a pair takes a second one.
 
     Raises:
         CodecError: a block that this unit cannot have written.
     """
-    unit = found.codec
-    blocks = unit.check(found.index, found.blocks, first_token)
+    checked = unit.check(index, blocks, first_token)
     # The thread's current GPU may be another one than the pool's.
     with Device.of(k_buffer).as_current():
-        grid, arguments = group_launch(found, blocks, first_token, end_token, k_buffer, v_buffer, slots)
+        grid, arguments = group_launch(
+            unit, index, checked, first_token, end_token, k_buffer, v_buffer, slots
+        )
         restore_groups[grid](**arguments)
         if isinstance(unit, SharedPair) and sum(unit.retained.k) + sum(unit.retained.v) > 0:
             # It overwrites rows that the first kernel has just written.
             grid, arguments = retained_launch(
-                unit, found.index, blocks, first_token, end_token, k_buffer, v_buffer, slots
+                unit, index, checked, first_token, end_token, k_buffer, v_buffer, slots
             )
             restore_retained[grid](**arguments)
 
 
 def group_launch(
-    found: UnitBlocks,
+    unit: FusedUnit,
+    index: int,
     blocks: Sequence[torch.Tensor],
     first_token: int,
     end_token: int,
@@ -69,12 +70,10 @@ def group_launch(
     slots: torch.Tensor,
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid and arguments of ``restore_groups``. ``blocks``: checked."""
-    unit, place = found.codec, found.codec.place
-    assert isinstance(unit, FusedUnit), f"no kernel for {unit}"
+    place = unit.place
     shape, group_size = place.shape, place.group_size
     k_elements, v_elements = (_elements(part) for part in unit.formats)
-    lower, own = unit.layouts[_LOWER], unit.layouts[found.index]
-    rotary = None if isinstance(unit, NativeLayer) else place.rotary
+    lower, own = unit.layouts[_LOWER], unit.layouts[index]
     k_padded_half, v_padded_half = (
         triton.next_power_of_2(-(-dim // 2)) for dim in (shape.k_head_dim, shape.v_head_dim)
     )
@@ -88,7 +87,7 @@ def group_launch(
         "block": blocks[0], "missing_bytes": lower.num_bytes - blocks[0].numel(),
         "own_block": blocks[-1], "own_missing_bytes": own.num_bytes - blocks[-1].numel(),
         **target_arguments(k_buffer, v_buffer, slots),
-        **rotary_arguments(rotary, k_buffer.device),
+        **rotary_arguments(place.rotary, k_buffer.device),
         "first_token": first_token, "end_token": end_token,
         "start_token": place.start_token, "num_full_groups": place.num_tokens // group_size,
         **_section_offsets("last_", unit.formats, lower.last_record, own.last_record),
@@ -170,43 +169,3 @@ def _elements(part: VectorFormat) -> _Elements:
         case CodeFormat():
             return _Elements(f"{part.name}_codes", part.bits, is_per_channel=part.per_channel)
     raise AssertionError(f"no kernel for {part}")
-
-
-def target_arguments(k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor) -> dict[str, Any]:
-    """The arguments of a kernel that say where it writes in one layer of the pool."""
-    return {
-        "k_buffer": k_buffer,
-        "k_slot_stride": k_buffer.stride(0),
-        "k_head_stride": k_buffer.stride(1),
-        "v_buffer": v_buffer,
-        "v_slot_stride": v_buffer.stride(0),
-        "v_head_stride": v_buffer.stride(1),
-        "slots": slots,
-    }
-
-
-def rotary_arguments(rotary: RotaryTable | None, device: torch.device) -> dict[str, Any]:
-    """The arguments of a kernel that say how it rotates keys. Without rotation the tables are never read."""
-    cos, sin = _rotary_on(rotary, device)
-    return {
-        "cos_table": cos,
-        "sin_table": sin,
-        "angle_stride": cos.stride(0),
-        "rotary_half": 0 if rotary is None else rotary.rotary_dim // 2,
-        "is_neox": rotary is None or rotary.is_neox,
-    }
-
-
-@lru_cache(maxsize=4)
-def _rotary_on(rotary: RotaryTable | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines on ``device``, with equal strides and angles next to each other; copied once.
-
-    The copy comes from pageable memory and has ended when this returns, so any stream may read it.
-    """
-    if rotary is None:
-        empty = torch.empty(1, 1, device=device)
-        return empty, empty
-    cos, sin = rotary.cos, rotary.sin
-    if cos.stride() != sin.stride() or cos.stride(1) != 1:
-        cos, sin = cos.cpu().contiguous(), sin.cpu().contiguous()
-    return cos.to(device), sin.to(device)

@@ -14,16 +14,14 @@ import numpy.typing as npt
 import torch
 import triton
 
-from krul_backend.codec.coefficients.coders import RansCoder
-from krul_backend.codec.coefficients.compiled import RECORD_TOKENS
-from krul_backend.codec.coefficients.scales import CoderTables
+from krul_backend.codec.coefficients.scales import RECORD_TOKENS, CoderTables
+from krul_backend.codec.kernel_arguments import rotary_arguments, target_arguments
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.restore import GroupRestore, GroupTarget
 from krul_backend.codec.subspace.bases import vector_size
 from krul_backend.codec.subspace.coded_tail import CodedTail
 from krul_backend.codec.subspace.quantizer import SHRINK
-from krul_backend.codec.triton_group_kernels import decode_rans, restore_group_layer
-from krul_backend.codec.triton_restore import rotary_arguments, target_arguments
+from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget
+from krul_backend.codec.subspace.triton_group_kernels import decode_rans, restore_group_layer
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
@@ -148,13 +146,11 @@ class TailsOnDevice:
 
 def decode_launch(on_device: TailsOnDevice) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and arguments of ``decode_rans``."""
-    coder = on_device.coder
-    assert isinstance(coder, RansCoder), f"no kernel for {coder.name}"
     arguments = {
         "block": on_device.block,
         "records": on_device.records,
         "scales": on_device.scales,
-        "tables": _tables_on(coder.tables, on_device.block.device),
+        "tables": _tables_on(on_device.coder.tables, on_device.block.device),
         "shrink": SHRINK,
         "exact": on_device.exact,
         "rest": on_device.rest,

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from krul_backend.codec.layout import GroupRun, LayerKV, Section, Views
-from krul_backend.codec.parameters import CodecOptions, RetainedCounts, RetentionRule
-from krul_backend.codec.unit import SegmentPlace, UnitCodec
-from krul_backend.codec.vector_format import FP16_MAX, VectorFormat, key_and_value_formats
+from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.pairs.parameters import RetainedCounts
+from krul_backend.codec.pairs.units import FusedUnit
+from krul_backend.codec.pairs.vector_format import FP16_MAX, VectorFormat, key_and_value_formats
+from krul_backend.codec.unit import SegmentPlace
 from krul_backend.device import Device
 from krul_backend.strategy.strategy import Precision
 
@@ -28,7 +30,7 @@ _ALWAYS = 2.0
 """Stands for the distance of tokens that are always retained; angular distances are at most 1."""
 
 
-class SharedPair(UnitCodec):
+class SharedPair(FusedUnit):
     """Stores, per token and head, one direction between both layers' vectors, and both norms.
 
     ::

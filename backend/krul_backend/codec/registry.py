@@ -1,0 +1,114 @@
+"""Finds a codec by its name: the table of all codecs, and those of one model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from krul_backend.codec.interface import Codec, ModelKV, SegmentDecoder
+from krul_backend.codec.layout import LayerShape
+from krul_backend.codec.native import NativeCodec
+from krul_backend.codec.options import CodecOptions
+from krul_backend.codec.pairs.codec import PairCodec
+from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.held_bases import HeldBases
+from krul_backend.codec.units import UnitsCodec
+from krul_backend.errors import CodecError
+from krul_backend.strategy.strategy import Strategy
+
+CODECS: dict[str, Callable[[ModelKV, CodecOptions | None], Codec[Any]]] = {
+    NativeCodec.name: NativeCodec,
+    PairCodec.name: PairCodec,
+    HeldBases.name: lambda model, options: HeldBases(model),
+}
+"""What makes each codec for a model, by its name. A new codec needs a line here."""
+
+_MAX_OPENED = 256
+"""Decoders that are kept: of the conversations that return now."""
+
+
+class ModelCodecs:
+    """The codecs of one model on one rank.
+
+    ``rotary`` is the model's table. None if its rotation cannot be taken off (unknown or not invertible).
+    ``subspace`` opens segments whose groups of layers share a subspace, if they are stored in its bases; so
+    do those that ``bases.add`` is given.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        num_layers: int,
+        rotary: RotaryTable | None,
+        options: CodecOptions | None = None,
+        subspace: SubspaceCodec | None = None,
+    ) -> None:
+        self.num_layers = num_layers
+        model = ModelKV(shape, num_layers, rotary)
+        self._codecs = {name: make(model, options) for name, make in CODECS.items()}
+        # The least recently used first.
+        self._opened: dict[tuple[int, int, bytes], SegmentDecoder] = {}
+        self._opened_lock = threading.Lock()
+        self.bases.on_drop = self._forget_opened
+        if subspace is not None:
+            self.bases.add(subspace)
+
+    def __getitem__(self, name: str) -> Codec[Any]:
+        """The codec of this name. Raises CodecError for an unknown one."""
+        if name not in self._codecs:
+            raise CodecError(f"codec {name!r:.80} is unknown (known: {', '.join(self._codecs)})")
+        return self._codecs[name]
+
+    @property
+    def bases(self) -> HeldBases:
+        """The codec of segments in bases, which may come later."""
+        codec = self[HeldBases.name]
+        assert isinstance(codec, HeldBases)
+        return codec
+
+    @property
+    def native(self) -> UnitsCodec:
+        """The codec of segments that are stored as they are."""
+        return self.of(Strategy.from_pairs(self.num_layers))
+
+    def of(self, strategy: Strategy) -> UnitsCodec:
+        """The codec that stores layers as a strategy says."""
+        codec = self[NativeCodec.name if strategy.is_lossless else PairCodec.name]
+        assert isinstance(codec, UnitsCodec)
+        return codec
+
+    def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SegmentDecoder:
+        """A decoder for blocks that were encoded with these parameters at this place.
+
+        Equal arguments get the same decoder again, as long as it is among those asked for last.
+
+        Raises:
+            AwaitedBasesError: it is stored in bases that may come.
+            CodecError: anything but parameters that one of the codecs writes for this model and place.
+        """
+        try:
+            key = start_token, num_tokens, orjson.dumps(params)
+        except TypeError:
+            return self._open(params, start_token, num_tokens)
+        with self._opened_lock:
+            decoder = self._opened.pop(key, None)
+            if decoder is None:
+                decoder = self._open(params, start_token, num_tokens)
+            self._opened[key] = decoder
+            if len(self._opened) > _MAX_OPENED:
+                del self._opened[next(iter(self._opened))]
+        return decoder
+
+    def _forget_opened(self) -> None:
+        with self._opened_lock:
+            self._opened.clear()
+
+    def _open(self, params: Mapping[str, Any], start_token: int, num_tokens: int) -> SegmentDecoder:
+        name = params.get("codec") if isinstance(params, Mapping) else None
+        if not isinstance(name, str):
+            raise CodecError(f"parameters without the name of a codec: {params!r:.80}")
+        return self[name].open(params, start_token=start_token, num_tokens=num_tokens)

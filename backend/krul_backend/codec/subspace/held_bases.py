@@ -1,0 +1,123 @@
+"""The codec ``subspace``: groups of layers in any of the bases that a server holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from krul_backend.codec.interface import Codec, EncodedRun, ModelKV, TokenRun
+from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
+from krul_backend.codec.subspace.decoder import SubspaceDecoder
+from krul_backend.codec.subspace.sample import SegmentSample
+from krul_backend.errors import CodecError
+from krul_backend.strategy.strategy import SUBSPACE
+
+MOST_BASES = 4
+"""Bases in which segments are opened: those that turns are stored in, and three older ones."""
+
+
+class AwaitedBasesError(CodecError):
+    """A segment is stored in bases that are not here, but may come: it cannot be decoded yet."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunLimit:
+    """The limit of one run of tokens. Storing it may add ``max_damage``, of which ``sample.outside`` is lost
+    whatever the step; ``carried`` was lost before. All in nats at the run's own end, see ``DamagedSpan``.
+
+    ``sample`` is what was read of the run for that, with which encoding it begins. ``attention``:
+    ``[L, Hkv, tokens of the run]``, see ``GroupBasis.token_worth``.
+    """
+
+    max_damage: float
+    sample: SegmentSample
+    carried: float
+    attention: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SubspaceRun(EncodedRun):
+    """A run of tokens as it is stored in bases. ``segment``: all of it, with what that costs."""
+
+    segment: EncodedSegment
+
+
+class HeldBases(Codec[RunLimit]):
+    """Opens segments in the bases that it was given, and encodes in those of a sample."""
+
+    name = SUBSPACE
+
+    def __init__(self, model: ModelKV) -> None:
+        super().__init__(model)
+        # By the digest of their bases; the newest ones are the last.
+        self._held: dict[str, SubspaceCodec] = {}
+        self._lock = threading.Lock()
+        # Asked for bases that are not here, by their digest: whether they may come.
+        self.may_come: Callable[[str], bool] = lambda digest: False
+        # Called when bases have been given up, which decoders may still hold.
+        self.on_drop: Callable[[], None] = lambda: None
+
+    @property
+    def num_held(self) -> int:
+        """In how many different bases segments can be opened."""
+        return len(self._held)
+
+    def add(self, subspace: SubspaceCodec, *, is_older: bool = False) -> None:
+        """Open segments that are stored in its bases, too, from here on. Turns are stored in those that come
+        last and are not ``is_older``: these stay, and of all others the last ``MOST_BASES - 1``. Any thread
+        may call it.
+        """
+        digest = subspace.bases.digest
+        with self._lock:
+            others = [(known, each) for known, each in self._held.items() if known != digest]
+            place = len(others) - 1 if is_older and others else len(others)
+            others.insert(place, (digest, subspace))
+            self._held = dict(others[-MOST_BASES:])
+        if len(others) > MOST_BASES:
+            self.on_drop()
+
+    def encode(self, run: TokenRun, how: RunLimit, pause: Callable[[], None] = lambda: None) -> SubspaceRun:
+        subspace = self._subspace(how.sample.bases.digest)
+        encoded = subspace.encode(
+            run.read,
+            start_token=run.start_token,
+            num_tokens=run.num_tokens,
+            attention=how.attention,
+            max_damage=how.max_damage,
+            carried_damage=how.carried,
+            before_group=pause,
+            sample=how.sample,
+        )
+        layout = subspace.open(encoded.params, start_token=run.start_token, num_tokens=run.num_tokens)
+        first = layout.kept_from(run.head_ends or (run.start_token,) * self.model.num_layers)
+        kept = layout.kept_num_bytes(first)
+        blocks = [
+            (group.start, block[block.numel() - kept[group.start] :])
+            for group, block in zip(layout.stored_as.groups, encoded.blocks, strict=True)
+            if kept[group.start]
+        ]
+        left_out = encoded.num_bytes - sum(kept)
+        return SubspaceRun(self.name, encoded.params, first, kept, left_out, blocks, encoded)
+
+    def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
+        """See ``Codec.open``.
+
+        Raises:
+            AwaitedBasesError: it is stored in bases that may come.
+            CodecError: anything but parameters that this codec writes for this model and place.
+        """
+        return self._subspace(params.get("bases")).open(
+            params, start_token=start_token, num_tokens=num_tokens
+        )
+
+    def _subspace(self, digest: object) -> SubspaceCodec:
+        subspace = self._held.get(digest) if isinstance(digest, str) else None
+        if subspace is None:
+            if isinstance(digest, str) and self.may_come(digest):
+                raise AwaitedBasesError(f"stored in bases {digest:.16}, which are looked for")
+            raise CodecError(f"stored in bases {digest!r:.80}, which are not here")
+        return subspace

@@ -1,0 +1,284 @@
+"""Restores segments that are stored unit by unit: native tails of all of them together, other units alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from krul_backend.codec.interface import (
+    KVBuffers,
+    Part,
+    Restorer,
+    TailGroup,
+    TailReader,
+    check_buffers,
+    check_slots,
+    in_batches,
+)
+from krul_backend.codec.unit import UnitCodec
+from krul_backend.device import Device
+
+if TYPE_CHECKING:
+    from krul_backend.codec.units import UnitDecoder
+
+Rows = npt.NDArray[np.int64]
+
+MAX_KEPT_BYTES = 128 << 20
+"""Most device memory for blocks that stay there until the other layer of their pair comes."""
+
+
+def restore_layer(
+    decoder: UnitDecoder,
+    layer: int,
+    blocks: Mapping[int, torch.Tensor],
+    first_token: int,
+    end_token: int,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Decode tokens ``[first_token, end_token)`` of a segment into slots of one layer of the pool.
+
+    ``blocks``: as for ``UnitDecoder.decode``, on the pool's device. ``k_buffer [num_slots, H, Dk]`` and
+    ``v_buffer [num_slots, H, Dv]`` in the pool's dtype are written at ``slots`` (int64
+    ``[end_token - first_token]``, all different, on the same device), and nowhere else. On a GPU the work is
+    queued on the current stream and this returns at once: blocks and slots must not change until it has run.
+
+    Raises:
+        CodecError: see ``UnitDecoder.decode``; also if slots and tokens differ in number, or the buffers are
+            not of the codec's shape and dtype.
+    """
+    found = decoder.unit_blocks(layer, blocks, first_token, end_token)
+    check_slots(end_token - first_token, slots)
+    check_buffers(found.codec.place.shape, k_buffer, v_buffer)
+    found.codec.restore(found.index, found.blocks, first_token, end_token, k_buffer, v_buffer, slots)
+
+
+class UnitRestorer(Restorer["UnitDecoder"]):
+    """Copies natively stored tails back to back, and scatters them together; decodes other units one by one.
+
+    Each block of another unit is copied in one piece when its layer comes: from the record on in which the
+    tail of the layer that needs it last begins (the other one of a pair, or itself), since heads never grow.
+    It stays on the device until then, if there is room; otherwise the part that the other layer needs is
+    copied again when that comes.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        # Heads have few different lengths, so that most layers are grouped as an earlier one is.
+        self._grouped: dict[object, list[Callable[[int], TailGroup]]] = {}
+        self._free_bytes = MAX_KEPT_BYTES
+        self._on_device: dict[tuple[TailReader[UnitDecoder], int], torch.Tensor] = {}
+        self._kept: set[tuple[TailReader[UnitDecoder], int]] = set()
+
+    def groups(self, layer: int, parts: Sequence[Part[UnitDecoder]]) -> list[TailGroup]:
+        key = tuple((reader.num_head_rows(layer), reader.decoder.native_units[layer]) for reader, _ in parts)
+        if key not in self._grouped:
+            self._grouped[key] = self._group(layer, parts)
+        return [make_group(layer) for make_group in self._grouped[key]]
+
+    def close(self) -> None:
+        # What makes groups holds this object.
+        self._grouped.clear()
+        self._on_device.clear()
+
+    def _group(self, layer: int, parts: Sequence[Part[UnitDecoder]]) -> list[Callable[[int], TailGroup]]:
+        """What makes the groups of this layer, and of others with the same heads."""
+        native: list[tuple[Part[UnitDecoder], NativeTail]] = []
+        groups: list[Callable[[int], TailGroup]] = []
+        for reader, slots in parts:
+            if not reader.has_tail(layer):
+                continue
+            unit = reader.decoder.native_units[layer]
+            if unit is None:
+                groups.append(partial(_CodedUnit, self, reader, slots))
+            else:
+                native.append(((reader, slots), NativeTail(unit, reader.first_row(layer), reader.end_row)))
+        for joined in in_batches(native, lambda part: part[1].num_bytes):
+            rows = NativeTails([tail for _, tail in joined], self.device)
+            # Of all of their tokens, in the order of the tails.
+            of_tails = torch.cat([slots[reader.num_head_rows(layer) :] for (reader, slots), _ in joined])
+            tails = [(reader, tail.num_bytes) for (reader, _), tail in joined]
+            groups.append(partial(_NativeGroup, tails, rows, of_tails))
+        return groups
+
+    def blocks_of(self, reader: TailReader[UnitDecoder], layer: int) -> dict[int, torch.Tensor]:
+        """The blocks that a layer is decoded from, copied to the device unless they are there."""
+        found = {}
+        for source in reader.decoder.sources(layer):
+            key = reader, source
+            if key not in self._on_device:
+                self._on_device[key] = self._copy_tail(reader, source, layer)
+            found[source] = self._on_device[key]
+        return found
+
+    def drop_blocks(self, reader: TailReader[UnitDecoder], layer: int) -> None:
+        """Free the blocks of a layer that no later one needs, or that there is no room to keep."""
+        for source in reader.decoder.sources(layer):
+            key = reader, source
+            if reader.decoder.last_use[source] <= layer or key not in self._kept:
+                block = self._on_device.pop(key)
+                if key in self._kept:
+                    self._free_bytes += block.nbytes
+
+    def _copy_tail(self, reader: TailReader[UnitDecoder], source: int, layer: int) -> torch.Tensor:
+        """Copy what the last layer that needs the block reads; without room for it, what ``layer`` reads."""
+        last_use = reader.decoder.last_use[source]
+        num_bytes = reader.num_tail_bytes(source, last_use)
+        if last_use > layer:
+            if num_bytes <= self._free_bytes:
+                self._free_bytes -= num_bytes
+                self._kept.add((reader, source))
+            else:
+                num_bytes = reader.num_tail_bytes(source, layer)
+        return self.device.upload(torch.from_numpy(reader.end_of_block(source, num_bytes)))
+
+
+class _CodedUnit(TailGroup):
+    """The tail of a segment whose layer is decoded alone, or with the other one of its pair."""
+
+    def __init__(
+        self, restorer: UnitRestorer, reader: TailReader[UnitDecoder], slots: torch.Tensor, layer: int
+    ) -> None:
+        self.blocks = [reader.block(source) for source in reader.decoder.sources(layer)]
+        self._restorer = restorer
+        self._reader = reader
+        self._slots = slots
+        self._layer = layer
+
+    def fetch(self, device: Device) -> None:
+        self._restorer.blocks_of(self._reader, self._layer)
+
+    def restore(self, pool: KVBuffers) -> None:
+        reader, layer = self._reader, self._layer
+        restore_layer(
+            reader.decoder,
+            layer,
+            self._restorer.blocks_of(reader, layer),
+            reader.first_row(layer),
+            reader.end_row,
+            *pool.buffers(layer),
+            self._slots[reader.num_head_rows(layer) :],
+        )
+        self._restorer.drop_blocks(reader, layer)
+
+
+class _NativeGroup(TailGroup):
+    """Natively stored tails: one copy for each, back to back, and one gather and scatter for all."""
+
+    def __init__(
+        self,
+        tails: Sequence[tuple[TailReader[UnitDecoder], int]],
+        rows: NativeTails,
+        slots: torch.Tensor,
+        layer: int,
+    ) -> None:
+        self.blocks = [reader.block(layer) for reader, _ in tails]
+        self._tails = tails
+        self._rows = rows
+        self._slots = slots
+        self._layer = layer
+        self._bytes: torch.Tensor | None = None
+
+    def fetch(self, device: Device) -> None:
+        if self._bytes is None:
+            self._bytes = device.upload_joined(
+                [reader.end_of_block(self._layer, num_bytes) for reader, num_bytes in self._tails]
+            )
+
+    def restore(self, pool: KVBuffers) -> None:
+        assert self._bytes is not None
+        self._rows.restore(self._bytes, *pool.buffers(self._layer), self._slots)
+        self._bytes = None
+
+
+@dataclass(frozen=True)
+class NativeTail:
+    """Tokens ``[first_token, end_token)`` of a segment's layer, which the native ``unit`` stored.
+
+    Its bytes are the end of the block from the group of ``first_token`` on: ``[num_bytes]``.
+    """
+
+    unit: UnitCodec
+    first_token: int
+    end_token: int
+
+    @property
+    def num_bytes(self) -> int:
+        layout = self.unit.layouts[0]
+        return layout.num_bytes - layout.group_start(self.first_token // layout.group_size)
+
+    def row_starts(self) -> tuple[Rows, Rows]:
+        """The first byte of each token's keys and of its values, counted from the first byte of the tail."""
+        layout, shape = self.unit.layouts[0], self.unit.place.shape
+        tokens = np.arange(self.first_token, self.end_token)
+        group, row = np.divmod(tokens, layout.group_size)
+        first_byte = layout.group_start(self.first_token // layout.group_size)
+        record = group * layout.group_record.num_bytes - first_byte
+        # Only the record of the last group may be shorter, and start its sections elsewhere.
+        is_last = group == layout.num_tokens // layout.group_size
+        full, last = layout.group_record.byte_offsets(), layout.last_record.byte_offsets()
+        k = record + np.where(is_last, last["k"], full["k"]) + row * shape.k_token_bytes
+        v = record + np.where(is_last, last["v"], full["v"]) + row * shape.v_token_bytes
+        return k, v
+
+
+class NativeTails:
+    """Says where the rows of several tails lie when the tails lie one behind the other in one buffer.
+
+    All are stored by one model: ``unit.place.shape`` is the same. The same object serves every layer whose
+    tails are equal. ``num_bytes`` is the size of the buffer.
+    """
+
+    def __init__(self, tails: Sequence[NativeTail], device: Device) -> None:
+        shape = self._shape = tails[0].unit.place.shape
+        starts: list[tuple[Rows, Rows]] = []
+        self.num_bytes = 0
+        for tail in tails:
+            k, v = tail.row_starts()
+            starts.append((k + self.num_bytes, v + self.num_bytes))
+            self.num_bytes += tail.num_bytes
+        k_starts, v_starts = (np.concatenate(of_tails) for of_tails in zip(*starts, strict=True))
+        # Rows are gathered in pieces of the largest size at whose multiples all of them start: whole rows,
+        # unless keys and values differ in size, or rows are no multiple of the alignment.
+        self._piece_bytes = math.gcd(
+            shape.k_token_bytes,
+            shape.v_token_bytes,
+            self.num_bytes,
+            int(np.gcd.reduce(k_starts)),
+            int(np.gcd.reduce(v_starts)),
+        )
+        self._k_pieces = self._pieces(k_starts, shape.k_token_bytes, device)
+        self._v_pieces = self._pieces(v_starts, shape.v_token_bytes, device)
+
+    def restore(
+        self, joined: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Write all rows to their slots of one layer, keys and values with one gather and one scatter each.
+
+        ``joined``: uint8 ``[num_bytes]``, the tails back to back. ``k_buffer [num_slots, H, Dk]`` and
+        ``v_buffer [num_slots, H, Dv]`` in the pool's dtype are written at ``slots`` (int64, as many as there
+        are tokens in all tails, on the same device). On a GPU the work is queued on the current stream.
+        """
+        # As the widest numbers that fit, of which a CPU copies one at a time.
+        wide = torch.int64 if self._piece_bytes % 8 == 0 else self._shape.dtype
+        pieces = joined.view(-1, self._piece_bytes).view(wide)
+        for buffer, wanted in ((k_buffer, self._k_pieces), (v_buffer, self._v_pieces)):
+            targets = buffer.view(len(buffer), -1).view(wide)
+            # [T * pieces per row, numbers of a piece] -> [T, numbers of a row]
+            rows = pieces.index_select(0, wanted).view(-1, targets.shape[1])
+            targets.index_copy_(0, slots, rows)
+
+    def _pieces(self, starts: Rows, row_bytes: int, device: Device) -> torch.Tensor:
+        """The pieces that rows at ``starts`` consist of: int64 ``[T * pieces per row]``."""
+        per_row = np.arange(row_bytes // self._piece_bytes)
+        pieces = (starts[:, None] // self._piece_bytes + per_row).ravel()
+        host = device.host_empty(pieces.shape, torch.int64)
+        return device.upload(host.copy_(torch.from_numpy(pieces)))
