@@ -31,12 +31,12 @@ from benchmarks.serving.conversations import generated_conversation
 from benchmarks.serving.servers import Server, make_server
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.adapter.attach import COSTS_FILE
 from krul_sglang.cli.trace import fetch_restores
 from krul_sglang.demo.conversations import Conversation
 from krul_sglang.demo.environment import about_run
 from krul_sglang.demo.player import Player, TurnResult
 from krul_sglang.demo.sizing import PoolSizes, load_token_encoder, plan_pools
-from krul_sglang.engine.attach.attach import COSTS_FILE
 from krul_sglang.json_file import quantiles, write_result
 from krul_sglang.models.find import find_model
 from krul_sglang.traced_restore import TracedRestore

@@ -229,8 +229,9 @@ class _Bench:
             buffer.zero_()
 
         def load() -> bool:
-            self._loader.queue("r", Load(lease, readers, self._slots, 0, plan, Forecast(0.0, 0.0, 0.0)))
-            return self._loader.finish(self._loader.start())
+            return self._loader.finish(
+                self._loader.start({"r": Load(lease, readers, self._slots, 0, plan, Forecast(0.0, 0.0, 0.0))})
+            )
 
         cpu_s = time.process_time()
         load_s, has_landed = _timed(load)

@@ -21,7 +21,7 @@ _FAULT = "TESTS_FAULT"
 _ASK = "krul_backend.daemon.client.request_channel.RequestChannels.ask"
 _MAKE_LOADER = "krul_sglang.engine.restore.loading.LayerWiseLoader.__init__"
 _RECOMPUTE = "krul_sglang.engine.restore.restore_forward.RestoreForward._recompute"
-_RUN_HEADS = "krul_sglang.engine.restore.head_recompute.HeadRecompute.run"
+_RUN_HEADS = "krul_sglang.adapter.head_recompute.HeadRecompute.run"
 _PATHS = (Path(__file__).parent / "plugin_path", Path(__file__).parents[2])
 
 WITH_PLUGIN = {

@@ -18,18 +18,18 @@ from krul_backend.planner.interface import RestoreCosts, TierCost
 from krul_backend.planner.planners import make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
+from krul_sglang.adapter.engine_prefill import EnginePrefill
+from krul_sglang.adapter.head_attention import NoHeadsError
+from krul_sglang.adapter.head_recompute import HeadRecompute
+from krul_sglang.adapter.runtime import KrulRuntime
+from krul_sglang.adapter.start_proof import prove_heads
+from krul_sglang.adapter.unsupported import NOT_MOVABLE
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use
-from krul_sglang.engine.attach.start_proof import prove_heads
 from krul_sglang.engine.budget.served_bases import show
-from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape, TurnCapture
 from krul_sglang.engine.common.asking import LatestAnswer
-from krul_sglang.engine.common.unsupported import NOT_MOVABLE
-from krul_sglang.engine.restore.engine_prefill import EnginePrefill
-from krul_sglang.engine.restore.head_attention import NoHeadsError
-from krul_sglang.engine.restore.head_recompute import HeadRecompute
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode, RestorePath
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
@@ -42,6 +42,9 @@ WHOLE_LOADS = "full-load"
 PLANNERS_WITHOUT_HEADS = (WHOLE_LOADS, "full-recompute")
 """The first one serves models whose heads cannot be recomputed, instead of any planner but these."""
 
+TURNS_PER_REQUEST = 4
+"""Turns that may be recorded at a time, for each request that may run: those that ended wait to be stored,
+and what was not recorded cannot be compressed."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +73,7 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
     req_to_token = model_runner.req_to_token_pool.req_to_token
     plan = CapturePlan.fit(
         shape,
-        max_requests=req_to_token.shape[0],
+        max_requests=TURNS_PER_REQUEST * req_to_token.shape[0],
         num_rows=config.query_rows,
         max_bytes=config.query_memory_bytes(Device.of(req_to_token).memory_bytes),
     )
