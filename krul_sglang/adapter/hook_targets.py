@@ -87,7 +87,6 @@ TARGETS = (
     *(Target(path, ("self", "recv_req"), hooked=True) for path in WEIGHT_WRITERS),
     Target(_UPDATER, ("scheduler", "_session")),
     Target("sglang.srt.mem_cache.registry.create_unified_radix_cache", ("ctx", "cache_class")),
-    Target("sglang.srt.model_executor.cuda_graph_config.cuda_graph_fully_disabled", ()),
     Target(f"{_CACHE}.init_cache_linker", ("self", "cache_linker")),
     Target(f"{_CACHE}.check_hicache_events", ("self",)),
     Target(f"{_CACHE}.checkpoint_into_tree", ("self", "req", "up_to", "kwargs")),

@@ -7,6 +7,7 @@ imported whether it interprets.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from krul_backend.strategy.strategy import Precision
 from tests.support.restore_oracle import RestoreCase, check_restored, encode_case
 
 FP32 = LayerShape(2, 32, 16, torch.float32)
+FUSED = [*product(Precision, (False, True))][1:]
+"""All but native layers that are stored alone, which are copied without a kernel."""
 
 
 def restore(
@@ -40,11 +43,8 @@ def restore(
     restore_fused(unit, found.index, found.blocks, first_token, end_token, k_buffer, v_buffer, slots)
 
 
-@pytest.mark.parametrize("is_pair", [False, True])
-@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize(("precision", "is_pair"), FUSED)
 def test_every_precision(precision: Precision, is_pair: bool) -> None:
-    if precision is Precision.NATIVE and not is_pair:
-        pytest.skip("native layers are copied, without a kernel")
     check_restored(RestoreCase(FP32, precision, is_pair, rotary_dim=32), restore)
 
 
@@ -52,21 +52,6 @@ def test_every_precision(precision: Precision, is_pair: bool) -> None:
 @pytest.mark.parametrize(("precision", "is_pair"), [(Precision.NATIVE, True), (Precision.INT4, False)])
 def test_every_dtype(dtype: torch.dtype, precision: Precision, is_pair: bool) -> None:
     check_restored(RestoreCase(LayerShape(2, 32, 16, dtype), precision, is_pair, rotary_dim=32), restore)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_native_bits_are_not_touched(dtype: torch.dtype) -> None:
-    shape = LayerShape(1, 16, 16, dtype)
-    case = RestoreCase(shape, Precision.NATIVE, is_pair=False, rotary_dim=16)
-    blocks, decoder = encode_case(case, "cpu")
-    # Any bit pattern may be in the pool: every NaN too.
-    blocks[0].random_(0, 256, generator=torch.Generator().manual_seed(1))
-    k_buffer = torch.zeros(case.num_tokens, 1, 16, dtype=dtype)
-    v_buffer = torch.zeros_like(k_buffer)
-    restore(decoder, 0, blocks, 0, case.num_tokens, k_buffer, v_buffer, torch.arange(case.num_tokens))
-    decoded = decoder.decode(0, blocks, 0, case.num_tokens)
-    assert torch.equal(k_buffer.view(torch.uint8), decoded.k.view(torch.uint8))
-    assert torch.equal(v_buffer.view(torch.uint8), decoded.v.view(torch.uint8))
 
 
 @pytest.mark.parametrize("precision", [Precision.INT2, Precision.INT8])
@@ -116,10 +101,11 @@ def test_any_shape_and_any_range(data: st.DataObject) -> None:
     )
     num_tokens = data.draw(st.integers(1, 24), "tokens")
     first_token = data.draw(st.integers(0, num_tokens - 1), "first")
+    precision, is_pair = data.draw(st.sampled_from(FUSED), "precision and whether it is a pair")
     case = RestoreCase(
         shape,
-        data.draw(st.sampled_from(list(Precision)), "precision"),
-        is_pair=data.draw(st.booleans(), "pair"),
+        precision,
+        is_pair=is_pair,
         rotary_dim=2 * data.draw(st.integers(0, k_head_dim // 2), "rotary pairs"),
         is_neox=data.draw(st.booleans(), "neox"),
         num_tokens=num_tokens,

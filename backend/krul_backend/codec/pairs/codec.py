@@ -32,8 +32,8 @@ class PairCodec(UnitsCodec):
     def _observed(self, segment: UnitSegment, read: ReadLayer, kept_pairs: Sequence[Pair]) -> UnitSegment:
         units = dict(segment.units)
         for pair in kept_pairs:
-            first, second = (read(layer) for layer in pair)
-            retained = count_retained(first, second, segment.place.start_token, self._options)
+            lower, upper = (read(layer) for layer in pair)
+            retained = count_retained(lower, upper, segment.place.start_token, self._options)
             precision = segment.strategy.layers[pair[0]].precision
             units[pair] = SharedPair(segment.place, precision, retained, self._options)
         return replace(segment, units=units)
