@@ -30,11 +30,11 @@ from benchmarks.serving.conversations import generated_conversation
 from benchmarks.serving.servers import Server, make_server
 from benchmarks.tables import Columns, Row, cell, machine, model, ms, source, table_of
 from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.adapter.attach import COSTS_FILE
 from krul_sglang.cli.trace import fetch_restores
 from krul_sglang.demo.conversations import Conversation
 from krul_sglang.demo.player import Player, TurnResult
 from krul_sglang.demo.sizing import PoolSizes, load_token_encoder, plan_pools
-from krul_sglang.engine.attach.attach import COSTS_FILE
 from krul_sglang.json_file import quantiles
 from krul_sglang.models.find import find_model
 from krul_sglang.traced_restore import TracedRestore

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 
 from benchmarks.tables import ROOT, table
-from krul_sglang.engine.common import unsupported
-from krul_sglang.engine.common.hook_targets import SUPPORTED_SGLANG
-from krul_sglang.engine.common.unsupported import (
+from krul_sglang.adapter import unsupported
+from krul_sglang.adapter.hook_targets import SUPPORTED_SGLANG
+from krul_sglang.adapter.unsupported import (
     LAUNCH_RULES,
     MODEL_RULES,
     SMALL_PAGES,
@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "support.md"
 _HEAD = f"""# What is served, refused, and untested
 
 Written by `python -m benchmarks.pages` from `benchmarks/support.py` and the tables of
-`krul_sglang/engine/common/unsupported.py`; a test compares them. SGLang {", ".join(SUPPORTED_SGLANG)}.
+`krul_sglang/adapter/unsupported.py`; a test compares them. SGLang {", ".join(SUPPORTED_SGLANG)}.
 
 **Nothing has been seen on any GPU so far.** What is served was seen on SGLang's real server on a CPU.
 """

@@ -186,7 +186,7 @@ def make_server(name: str, configuration: Configuration, pools: PoolSizes, folde
 
 def _slow_daemon(values: Mapping[str, Any], runtime_dir: Path, read_mbs: float) -> SlowSsdDaemon:
     """The daemon that a server with these options would start, but for its disk."""
-    from krul_sglang.engine.cache.store_connection import daemon_arguments
+    from krul_sglang.engine.common.store_connection import daemon_arguments
 
     config = KrulConfig.from_mapping(values, "options of a server")
     assert config.host_memory is not None, "make_server gives a size"
@@ -214,7 +214,7 @@ def _bring_bases(model_path: str, cache_dir: Path) -> None:
 
 def _bring_costs(name: str, folder: Path) -> None:
     """Let a variant plan with the costs that an earlier variant of the same server has measured."""
-    from krul_sglang.engine.attach.attach import COSTS_FILE
+    from krul_sglang.adapter.attach import COSTS_FILE
 
     measured = sorted(folder.glob(f"{name.split('+')[0]}*/{COSTS_FILE}"))
     if measured and not (folder / name / COSTS_FILE).exists():

@@ -270,7 +270,7 @@ _WARM_UP_REQUEST = {"input_ids": [1] * 8, "sampling_params": {"max_new_tokens": 
 
 def default_device_args() -> tuple[str, ...]:
     """The arguments for this machine: ``CPU_ARGS`` where krul's CPU platform is the one in use, else none."""
-    from krul_sglang import platforms
+    from krul_sglang.adapter import platforms
 
     return () if platforms.activate() is None else CPU_ARGS
 

@@ -31,7 +31,7 @@ from krul_backend.daemon.client.request_channel import CurveKeys
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ManifestError, TierReadError
 from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import block_checksum
-from krul_sglang.engine.cache.store_connection import lock_arena
+from krul_sglang.engine.common.store_connection import lock_arena
 from tests.support.daemon_builders import WatchedStore
 from tests.support.store_builders import (
     commit_to,

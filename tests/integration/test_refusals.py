@@ -103,7 +103,7 @@ def test_a_server_whose_hooks_are_missing_does_not_serve(
 ) -> None:
     """As after an engine upgrade that renamed a hook's target: SGLang itself would only log it and go on."""
     (tmp_path / "sitecustomize.py").write_text(
-        "from krul_sglang.engine.common import hook_targets\n"
+        "from krul_sglang.adapter import hook_targets\n"
         "hook_targets.SCHEDULER_INIT = 'sglang.srt.managers.scheduler.Scheduler.renamed_init'\n"
     )
     result = launch(tiny_models["float32"], "--max-total-tokens", "1024", python_path=tmp_path)

@@ -17,9 +17,10 @@ from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import TierReadError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.interface import block_checksums
-from krul_sglang.engine.cache.linker import MAX_AHEAD_SHARE
+from krul_sglang.adapter.linker import MAX_AHEAD_SHARE
 from krul_sglang.engine.common.served_model import ServedModel
-from krul_sglang.engine.restore.waiting_leases import WaitingLeases
+from krul_sglang.engine.restore.returning_request import Prompt
+from krul_sglang.engine.restore.returning_requests import ReturningRequests
 from tests.crash.conversations import NUM_LAYERS, Turn, model_of, tokens_of
 from tests.crash.engine import check_lease
 from tests.support.daemon_process import running_daemon
@@ -89,20 +90,26 @@ def model_of_turn(turn: Turn) -> ModelIdentity:
     return model_of(int(turn.conversation.split("/")[0]))
 
 
+def look_up(waiting: ReturningRequests, turn: Turn) -> None:
+    prompt = Prompt(len(turn.keys) * 16, 0, lambda: tokens_of(turn.keys))
+    waiting.expect(str(turn), prompt)
+    waiting.look_up(str(turn), turn.keys)
+
+
 def serve_queue(store: DaemonStore, turns: list[Turn]) -> Counter[str]:
     """Restore turn after turn as an engine does for requests that wait; counts what became of them."""
     stats = store.stats()
     model = ServedModel(model_of_turn(turns[0]))
     max_ahead_bytes = int(stats.capacity_bytes * MAX_AHEAD_SHARE)
-    waiting = WaitingLeases(store, model, AskedAtOnce(), max_ahead_bytes=max_ahead_bytes)
+    waiting = ReturningRequests(store, model, AskedAtOnce(), max_ahead_bytes=max_ahead_bytes)
     outcomes: Counter[str] = Counter()
     for number, turn in enumerate(turns):
         with waiting.looking_ahead() as queue:
             queue += [str(ahead) for ahead in turns[number : number + WINDOW]]
             for ahead in turns[number : number + WINDOW]:
-                waiting.hold(str(ahead), ahead.keys, lambda ahead=ahead: tokens_of(ahead.keys))
+                look_up(waiting, ahead)
         time.sleep(SERVICE_S)
-        waiting.hold(str(turn), turn.keys, lambda turn=turn: tokens_of(turn.keys))
+        look_up(waiting, turn)
         held = waiting.take(str(turn))
         if held is None:
             outcomes["missed"] += 1
@@ -115,7 +122,7 @@ def serve_queue(store: DaemonStore, turns: list[Turn]) -> Counter[str]:
             outcomes["no room"] += 1
         finally:
             store.release(held.lease)
-    assert len(waiting) == 0
+    assert waiting.num_leases == 0
     return outcomes
 
 

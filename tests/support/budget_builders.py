@@ -202,8 +202,7 @@ class BudgetedServer:
         assert lease is not None
         assert lease.num_pages == len(self.keys)
         self.slots = self._take_slots(len(self.slots))
-        self.loader.queue("r", make_load(lease, self.codec, self.slots, head_ends))
-        index = self.loader.start()
+        index = self.loader.start({"r": make_load(lease, self.codec, self.slots, head_ends)})
         batch = self.loader.batch(index)
         assert batch is not None
         batch.wait_layer(NUM_LAYERS - 1)

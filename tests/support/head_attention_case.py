@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from krul_backend.codec.layout import LayerShape
+from krul_sglang.adapter.head_attention import HeadAttention
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span, SpanAttention
-from krul_sglang.engine.restore.head_attention import HeadAttention
 from tests.support.engine_builders import TensorPool
 
 NUM_LAYERS = 2

@@ -89,8 +89,7 @@ class Rig:
         return make_load(lease, self.codec, slots)
 
     def start(self, slots: torch.Tensor) -> int:
-        self.loader.queue("r", self.load(slots))
-        return self.loader.start()
+        return self.loader.start({"r": self.load(slots)})
 
     def batch(self, index: int) -> LoadBatch:
         batch = self.loader.batch(index)

@@ -18,7 +18,7 @@ _SPOIL_HEADS_OF_RANK = "TESTS_SPOIL_HEADS_OF_RANK"
 _SLOW_ANSWERS = "TESTS_SLOW_ANSWERS"
 _ASK = "krul_backend.daemon.client.request_channel.RequestChannels.ask"
 _RECOMPUTE = "krul_sglang.engine.restore.restore_forward.RestoreForward._recompute"
-_RUN_HEADS = "krul_sglang.engine.restore.head_recompute.HeadRecompute.run"
+_RUN_HEADS = "krul_sglang.adapter.head_recompute.HeadRecompute.run"
 _PATHS = (Path(__file__).parent / "plugin_path", Path(__file__).parents[2])
 
 WITH_PLUGIN = {

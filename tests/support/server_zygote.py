@@ -41,9 +41,9 @@ _WHAT_SERVERS_IMPORT = (
     "sglang.srt.managers.scheduler",
     # Every architecture that SGLang knows.
     "sglang.srt.models.registry",
-    "krul_sglang.engine.attach.attach",
-    "krul_sglang.engine.cache.linker",
-    "krul_sglang.engine.cache.radix_cache",
+    "krul_sglang.adapter.attach",
+    "krul_sglang.adapter.linker",
+    "krul_sglang.adapter.radix_cache",
 )
 
 

@@ -19,8 +19,11 @@ from krul_backend.tiers.common.interface import (
 )
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, Question
+from krul_sglang.engine.common.moved_runs import FindRun
+from krul_sglang.engine.restore.returning_request import Prompt
+from krul_sglang.engine.restore.returning_requests import ReturningRequests
 from tests.support.fake_tier import FakeTier
-from tests.support.store_builders import commit_to, make_manifest, make_model, page_keys
+from tests.support.store_builders import commit_to, make_manifest, make_model, page_keys, tokens_of
 
 MODEL = make_model()
 T = TypeVar("T")
@@ -39,6 +42,14 @@ class AskedAtOnce(AskingThread):
         question = Question(call, is_urgent=is_urgent)
         question.run()
         return question
+
+
+def look_up(
+    requests: ReturningRequests, rid: str, keys: Sequence[str], find_run: FindRun | None = None
+) -> int:
+    """How many of these pages can be restored for a request, which has nothing on the device."""
+    requests.expect(rid, Prompt(len(keys) * MODEL.page_size + 1, 0, lambda: tokens_of(keys), find_run))
+    return requests.look_up(rid, keys)
 
 
 class Rig:

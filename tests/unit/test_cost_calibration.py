@@ -18,11 +18,11 @@ from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.device import Device
 from krul_backend.planner.interface import TierCost
 from krul_backend.strategy.strategy import Precision
-from krul_sglang.engine.attach import cost_calibration
-from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use
-from krul_sglang.engine.attach.start_proof import Prefilled
+from krul_sglang.adapter import cost_calibration
+from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
+from krul_sglang.adapter.start_proof import Prefilled
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.restore.head_recompute import Head
+from krul_sglang.engine.restore.heads import Head
 from tests.support.engine_builders import TensorPool
 from tests.support.strict_device import StrictDevice
 from tests.support.subspace_builders import make_bases

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from krul_sglang.adapter.platforms.cpu_attention import CpuAttention, decode_groups
 from krul_sglang.engine.common import span_attention
-from krul_sglang.platforms.cpu_attention import CpuAttention, decode_groups
 
 NUM_SLOTS = 256
 HEAD_DIM = 16

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from krul_backend.device import Device, StreamClock
-from krul_sglang.engine.cache.store_connection import lock_arena
-from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.adapter.kv_pool import open_pool
+from krul_sglang.engine.common.store_connection import lock_arena
 from tests.support.engine_builders import PATIENCE_S, in_threads
 from tests.support.sglang_pool import make_pool
 from tests.support.strict_device import DEVICES, INDEX, StrictDevice, StrictError, check_device, make_device
@@ -50,7 +50,7 @@ def test_the_pool_is_on_the_device_of_its_buffers() -> None:
     """SGLang's own name for it has no index, and a thread's current device may be another one."""
     pool = make_pool()
     pool.device = "cuda"
-    found = DevicePool(pool)
+    found = open_pool(pool)
     assert found.device == pool.k_buffer[0].device == CPU
     assert found.streams.torch_device == CPU
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KNOWS_DEVICES = ("backend/krul_backend/device.py", "krul_sglang/platforms/")
+KNOWS_DEVICES = ("backend/krul_backend/device.py", "krul_sglang/adapter/platforms/")
 MAY_MOVE_TENSORS = {
     "backend/krul_backend/attention/rows.py": "rows that a caller hands in may lie on another device",
     "backend/krul_backend/codec/rotary.py": "nothing moves if the table lies where the keys do",
@@ -21,8 +21,8 @@ MAY_MOVE_TENSORS = {
     "backend/krul_backend/codec/subspace/coded_tail.py": "the reference: nothing moves on a CPU",
     "krul_sglang/learning/command.py": "before anything is served",
     "krul_sglang/learning/reader.py": "before anything is served",
-    "krul_sglang/engine/attach/model_bases.py": "once, when bases are loaded",
-    "krul_sglang/engine/attach/start_proof.py": "at start only",
+    "krul_sglang/adapter/model_bases.py": "once, when bases are loaded",
+    "krul_sglang/adapter/start_proof.py": "at start only",
 }
 """Files that call ``tensor.to(device)``, which waits for the stream where it copies from pageable memory."""
 

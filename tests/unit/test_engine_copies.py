@@ -24,8 +24,8 @@ from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, Reservation
+from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
-from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore import tail_groups
@@ -83,7 +83,7 @@ class Bench:
         keeps_copies: bool = False,
     ) -> None:
         self.sglang_pool = make_pool()
-        self.pool = DevicePool(self.sglang_pool)
+        self.pool = open_pool(self.sglang_pool)
         self.pool.streams = device = self.pool.streams if device is None else device
         self.store = make_store(capacity_bytes)
         device.lock_pages(self.store.host.buffer)
@@ -160,8 +160,7 @@ def test_stored_rows_come_back_to_other_slots_bit_for_bit(bench: Bench) -> None:
     before = bench.rows(turn.slots)
     assert bench.store_turn(turn)
     targets = torch.randperm(NUM_SLOTS)[:12]
-    bench.loader.queue("r", bench.load(turn, targets))
-    index = bench.loader.start()
+    index = bench.loader.start({"r": bench.load(turn, targets)})
     assert bench.loader.finish(index)
     for old, new in zip(before, bench.rows(targets), strict=True):
         assert torch.equal(old, new)
@@ -178,8 +177,7 @@ def test_a_stray_write_before_the_commit_is_a_miss(bench: Bench, monkeypatch: py
     monkeypatch.setattr(bench.store, "commit", scribble)
     turn = bench.turn("a", 3)
     assert bench.store_turn(turn)
-    bench.loader.queue("r", bench.load(turn, turn.slots))
-    assert not bench.loader.finish(bench.loader.start())
+    assert not bench.loader.finish(bench.loader.start({"r": bench.load(turn, turn.slots)}))
     assert bench.store.stats().corrupted_segments == 1
     assert bench.store.find_missing(bench.model, turn.page_keys) == [range(3)]
 
@@ -200,8 +198,7 @@ def test_compressed_rows_come_back_as_the_codec_decodes_them(bench: Bench, strat
     assert bench.store_turn(whole)
     expected = [decoded(bench, strategy, whole.slots[start:end], start) for start, end in ((0, 24), (24, 40))]
     targets = torch.randperm(NUM_SLOTS)[:32]
-    bench.loader.queue("r", bench.load(whole, targets, first_page=2))
-    assert bench.loader.finish(bench.loader.start())
+    assert bench.loader.finish(bench.loader.start({"r": bench.load(whole, targets, first_page=2)}))
     for layer in range(NUM_LAYERS):
         loaded = bench.pool.gather(layer, targets)
         assert torch.equal(loaded.k, torch.cat([part[layer].k for part in expected])[8:])
@@ -279,8 +276,7 @@ def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench)
     targets = torch.arange(40, 52)  # one page less than leased: ranks may agree on less
     load = bench.load(whole, targets, first_page=1)
     assert load.lease.num_pages == 4
-    bench.loader.queue("r", load)
-    assert bench.loader.finish(bench.loader.start())
+    assert bench.loader.finish(bench.loader.start({"r": load}))
     for old, new in zip(before, bench.rows(targets), strict=True):
         assert torch.equal(old, new)
 
@@ -302,8 +298,7 @@ def test_a_damaged_block_between_others_is_found_before_a_row_of_its_layer_is_us
     layer = NUM_LAYERS - 1
     bench.store.host.buffer[load.lease.slices[1].spans[layer].offset] ^= 0x10
     before, stored = bench.rows(targets), bench.rows(whole.slots)
-    bench.loader.queue("r", load)
-    assert not bench.loader.finish(bench.loader.start())
+    assert not bench.loader.finish(bench.loader.start({"r": load}))
     for number, (old, new) in enumerate(zip(before, bench.rows(targets), strict=True)):
         if number % NUM_LAYERS == layer:
             # The segment before the damage is loaded all the same.
@@ -313,8 +308,11 @@ def test_a_damaged_block_between_others_is_found_before_a_row_of_its_layer_is_us
             assert torch.equal(new, stored[number])
     assert bench.store.stats().corrupted_segments == 1
     # What lies before the damage is still found, and loaded by the next batch.
-    bench.loader.queue("s", bench.load(Turn(whole.page_keys[:2], whole.token_ids[:8], others, []), others))
-    assert bench.loader.finish(bench.loader.start())
+    assert bench.loader.finish(
+        bench.loader.start(
+            {"s": bench.load(Turn(whole.page_keys[:2], whole.token_ids[:8], others, []), others)}
+        )
+    )
     for old, new in zip(bench.rows(whole.slots[:8]), bench.rows(others), strict=True):
         assert torch.equal(old, new)
 
@@ -396,8 +394,7 @@ def test_a_turn_that_was_read_is_not_waited_for_any_longer(
         buffer[turn.slots] = 7.0
     go_on.set()
     assert bench.offloader.pop_completed()
-    bench.loader.queue("r", bench.load(turn, turn.slots))
-    assert bench.loader.finish(bench.loader.start())
+    assert bench.loader.finish(bench.loader.start({"r": bench.load(turn, turn.slots)}))
     for old, new in zip(before, bench.rows(turn.slots), strict=True):
         assert torch.equal(old, new)
 
@@ -469,8 +466,7 @@ def test_a_failing_copy_leaves_no_reservation(bench: Bench) -> None:
 def test_a_failing_load_is_reported_and_leaves_no_lease(bench: Bench) -> None:
     turn = bench.turn("a", 2)
     assert bench.store_turn(turn)
-    bench.loader.queue("r", bench.load(turn, turn.slots + NUM_SLOTS * 2))
-    index = bench.loader.start()
+    index = bench.loader.start({"r": bench.load(turn, turn.slots + NUM_SLOTS * 2)})
     bench.loader.counter.set_consumer(index)
     with pytest.raises(LoadFailedError, match="loading failed"):
         bench.loader.counter.wait_until(0)
@@ -479,17 +475,13 @@ def test_a_failing_load_is_reported_and_leaves_no_lease(bench: Bench) -> None:
     assert bench.store.stats().num_leases == 0
 
 
-def test_cancel_and_discard_release_leases(bench: Bench) -> None:
+def test_what_runs_is_waited_for_and_releases_its_leases(bench: Bench) -> None:
     turn = bench.turn("a", 2)
     assert bench.store_turn(turn)
-    for rid in ("r1", "r2"):
-        bench.loader.queue(rid, bench.load(turn, turn.slots))
-    assert bench.loader.cancel("r1")
-    assert not bench.loader.cancel("r1")
-    assert bench.store.stats().num_leases == 1
+    bench.loader.start({rid: bench.load(turn, turn.slots) for rid in ("r1", "r2")})
     bench.loader.discard_all()
     assert bench.store.stats().num_leases == 0
-    assert bench.loader.start() == -1
+    assert bench.loader.start({}) == -1
 
 
 def test_discarded_offloads_neither_complete_nor_reappear(bench: Bench) -> None:
@@ -606,8 +598,7 @@ def test_a_long_turn_becomes_several_segments_of_bounded_layers(
     monkeypatch.setattr(strict, "upload_joined", watched)
     monkeypatch.setattr(tail_groups, "MAX_JOINED_BYTES", layer_bytes)
     targets = torch.arange(NUM_SLOTS - 40, NUM_SLOTS)
-    bench.loader.queue("r", bench.load(turn, targets))
-    assert bench.loader.finish(bench.loader.start())
+    assert bench.loader.finish(bench.loader.start({"r": bench.load(turn, targets)}))
     # Two segments of the bound's size, and a shorter one, in each layer.
     assert held == [layer_bytes, layer_bytes, layer_bytes // 2] * NUM_LAYERS
     for old, new in zip(before, bench.rows(targets), strict=True):

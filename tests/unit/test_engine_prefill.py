@@ -14,7 +14,7 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
-from krul_sglang.engine.restore.engine_prefill import EnginePrefill
+from krul_sglang.adapter.engine_prefill import EnginePrefill
 
 ROWS, MAX_TOKENS = (3, 0, 2), 40
 """Rows of the batch's requests in SGLang's request pool. Request ``i`` has token ids from ``1000 i`` on."""

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from krul_backend.attention.rows import QueryRows, accumulate
 from krul_backend.attention.similarity_worker import SimilarityWorker
 from krul_backend.attention.statistics import AttentionStatistics
+from krul_sglang.adapter.unsupported import UnsupportedSetupError, check_estimator
 from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
 from krul_sglang.engine.capture.turn_capture import CapturedTurn, QueryShape, TurnCapture
-from krul_sglang.engine.common.unsupported import UnsupportedSetupError, check_estimator
 from tests.support.attention_builders import Sequence, assert_same
 from tests.support.forward_builders import decode_batch, extend_batch, mixed_batch
 

@@ -13,13 +13,14 @@ import torch
 from krul_backend.codec.restore import restore_layer
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.strategy.strategy import Strategy
-from krul_sglang.engine.attach import start_proof
-from krul_sglang.engine.attach.start_proof import Prefilled, prove_heads
+from krul_sglang.adapter import start_proof
+from krul_sglang.adapter.head_attention import HeadAttention, NoHeadsError
+from krul_sglang.adapter.kv_pool import open_pool
+from krul_sglang.adapter.start_proof import Prefilled, prove_heads
+from krul_sglang.adapter.unsupported import UnsupportedSetupError
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span
-from krul_sglang.engine.common.unsupported import UnsupportedSetupError
-from krul_sglang.engine.restore.head_attention import HeadAttention, NoHeadsError
-from krul_sglang.engine.restore.head_recompute import Head
+from krul_sglang.engine.restore.heads import Head
 from krul_sglang.engine.restore.restore_path import HeadProof
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, NUM_SLOTS = 2, 2, 16, 64
@@ -55,7 +56,7 @@ def attention_modules(scales: tuple[float | None, float | None]) -> list[Any]:
 
 
 def make_pool(dtype: torch.dtype, scales: tuple[float | None, float | None] = (None, None)) -> DevicePool:
-    return DevicePool(engine_pool(dtype), attention_modules(scales), BACKENDS)
+    return open_pool(engine_pool(dtype), attention_modules(scales), BACKENDS)
 
 
 def random_rows(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,9 +186,9 @@ def test_scales_that_a_backend_may_not_use_are_refused(backends: Sequence[str]) 
     with pytest.raises(
         UnsupportedSetupError, match=rf"--kv-cache-dtype.*{backends[-1]}.*--attention-backend"
     ):
-        DevicePool(engine_pool(torch.float8_e4m3fn), attention_modules((0.25, 3.0)), backends)
-    DevicePool(engine_pool(torch.float8_e4m3fn), attention_modules((1.0, 1.0)), backends)
-    DevicePool(engine_pool(torch.bfloat16), attention_modules((0.25, 3.0)), backends)
+        open_pool(engine_pool(torch.float8_e4m3fn), attention_modules((0.25, 3.0)), backends)
+    open_pool(engine_pool(torch.float8_e4m3fn), attention_modules((1.0, 1.0)), backends)
+    open_pool(engine_pool(torch.bfloat16), attention_modules((0.25, 3.0)), backends)
 
 
 def test_scales_that_are_only_written_with_are_refused() -> None:
@@ -195,14 +196,14 @@ def test_scales_that_are_only_written_with_are_refused() -> None:
     modules = attention_modules((0.25, 0.25))
     modules[1].k_scale_float = modules[1].v_scale_float = None
     with pytest.raises(UnsupportedSetupError, match=r"None.*layer 1"):
-        DevicePool(engine_pool(torch.float8_e4m3fn), modules, BACKENDS)
+        open_pool(engine_pool(torch.float8_e4m3fn), modules, BACKENDS)
 
 
 def test_elements_that_krul_does_not_know_are_refused() -> None:
     pool = engine_pool(torch.float8_e4m3fn)
     pool.store_dtype = torch.float8_e4m3fn
     with pytest.raises(UnsupportedSetupError, match=r"--kv-cache-dtype.*float8_e4m3fn"):
-        DevicePool(pool)
+        open_pool(pool)
 
 
 class ComputedHeads:

@@ -13,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from krul_sglang.adapter.head_attention import HeadAttention, NoHeadsError
 from krul_sglang.engine.common import span_attention
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span
-from krul_sglang.engine.restore.head_attention import HeadAttention, NoHeadsError
-from krul_sglang.engine.restore.head_recompute import Head
+from krul_sglang.engine.restore.heads import Head
 from tests.support.head_attention_case import (
     HEAD_DIM,
     NUM_SLOTS,

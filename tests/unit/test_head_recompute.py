@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from krul_backend.codec.layout import LayerShape
 from krul_backend.device import Device
-from krul_sglang.engine.attach import attach
-from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
-from krul_sglang.engine.restore.head_attention import NoHeadsError
-from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
+from krul_sglang.adapter import attach
+from krul_sglang.adapter.head_attention import NoHeadsError
+from krul_sglang.adapter.head_recompute import HeadRecompute
+from krul_sglang.adapter.hook_targets import IncompatibleEngineError
+from krul_sglang.engine.restore.heads import Head
 from krul_sglang.engine.restore.restore_forward import _Prefix
 from krul_sglang.engine.restore.restore_path import RestoreMode
 from tests.support.engine_builders import TensorPool, bare_load
@@ -205,9 +206,7 @@ class BlindAttention:
 def test_lengths_of_all_cuts_come_to_the_device_in_one_copy(
     from_list: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "krul_sglang.engine.restore.head_recompute.span_attention", lambda *of: BlindAttention()
-    )
+    monkeypatch.setattr("krul_sglang.adapter.head_recompute.span_attention", lambda *of: BlindAttention())
     rig = Rig(device="meta")
     slots = torch.empty(40, dtype=torch.int64, device="meta")
     long = Head(slots[:20], slots[:30], 10, (30, 30, 20, 10))

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from krul_sglang.engine.common import hook_targets
-from krul_sglang.engine.common.hook_targets import (
+from krul_sglang.adapter import hook_targets
+from krul_sglang.adapter.hook_targets import (
     IncompatibleEngineError,
     Target,
     check_hooks_installed,

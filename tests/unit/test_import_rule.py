@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BACKEND = ROOT / "backend" / "krul_backend"
 ENGINE = ROOT / "krul_sglang" / "engine"
+ADAPTER = ROOT / "krul_sglang" / "adapter"
 
 BACKEND_FLOORS = (
     (
@@ -38,9 +39,7 @@ BACKEND_FLOORS = (
 )
 """Each imports of its own room and of lower floors."""
 
-ENGINE_FLOORS = tuple(
-    (room,) for room in ("common", "capture", "save", "restore", "budget", "cache", "attach")
-)
+ENGINE_FLOORS = tuple((room,) for room in ("common", "capture", "save", "restore", "budget"))
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -108,8 +107,23 @@ def test_the_backend_never_imports_the_engine() -> None:
             assert name.split(".")[0] not in ("sglang", "krul_sglang"), f"{path} imports {name}"
 
 
+def test_sglang_is_imported_by_the_adapter_alone() -> None:
+    """And the engine, which the adapter calls, does not import the adapter."""
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in (ROOT / "krul_sglang").rglob("*.py")
+        if ADAPTER not in path.parents
+        for name in imports_of(path)
+        if name.split(".")[0] == "sglang"
+        or (ENGINE in path.parents and name.startswith("krul_sglang.adapter"))
+    ]
+    assert wrong == []
+
+
 def test_importing_the_packages_does_no_work() -> None:
     """No engine, no torch: the command line answers at once, and nothing is hooked by an import."""
-    code = "import sys, krul_sglang.plugin, krul_backend; print(*{'torch', 'sglang'} & set(sys.modules))"
+    code = (
+        "import sys, krul_sglang.adapter.plugin, krul_backend; print(*{'torch', 'sglang'} & set(sys.modules))"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []

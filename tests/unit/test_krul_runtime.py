@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from krul_sglang.adapter.hook_targets import IncompatibleEngineError
+from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.cache.runtime import KrulRuntime
-from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
 
 
 def test_all_objects_carry_the_same_runtime_under_one_name() -> None:

@@ -11,7 +11,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
+from krul_backend.planner.interface import RestorePlan
 from krul_backend.segment import SegmentHeader
 from krul_backend.tiers.common.interface import Lease, Prefetched, SegmentSlice
 from krul_sglang.engine.common.asking import (
@@ -24,7 +26,9 @@ from krul_sglang.engine.common.asking import (
 from krul_sglang.engine.common.moved_runs import MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore.held_lease import HeldLease
-from krul_sglang.engine.restore.waiting_leases import UNCLAIMED_S, WaitingLeases
+from krul_sglang.engine.restore.load_batch import Forecast, Load
+from krul_sglang.engine.restore.returning_request import State
+from krul_sglang.engine.restore.returning_requests import UNCLAIMED_S, ReturningRequests
 from tests.support.store_builders import Clock, page_keys, tokens_of, wait_until
 from tests.support.tiered_builders import (
     FLAGS_BYTES,
@@ -32,6 +36,7 @@ from tests.support.tiered_builders import (
     TAKEN_BYTES,
     AskedAtOnce,
     Rig,
+    look_up,
     put_below,
     put_in_dram,
 )
@@ -106,27 +111,35 @@ class LeaseBook:
 
 
 class Requests:
-    """Calls ``WaitingLeases`` in any order, as the scheduler does for requests that come, wait and go."""
+    """Calls ``ReturningRequests`` in any order, as the scheduler does for requests that come, wait and go."""
 
     def __init__(self, rng: random.Random, store: LeaseBook, asking: AskingThread) -> None:
         self._rng = rng
         self._store = store
         self._clock = Clock()
         store_as_any: Any = store
-        self.waiting = WaitingLeases(
+        self.waiting = ReturningRequests(
             store_as_any, ServedModel(MODEL), asking, self._clock, max_ahead_bytes=35
         )
-        self._loading: list[HeldLease] = []
+        self._planned: set[str] = set()
+        self._loading: list[Lease] = []
 
     def do_something(self) -> None:
         rid = self._rng.choice("abcd")
-        match self._rng.randrange(8):
+        match self._rng.randrange(10):
             case 0 | 1 | 2:
                 self._hold(rid)
             case 3:
                 self._admit(rid)
             case 4:
                 self.waiting.release(rid)
+                self._planned.discard(rid)
+                assert self.waiting.state(rid) is State.WAITS
+            case 8:
+                assert self.waiting.cancel_load(rid) == (rid in self._planned)
+                self._planned.discard(rid)
+            case 9:
+                self._start()
             case 5 | 6:
                 with self.waiting.looking_ahead() as queue:
                     for waits in self._rng.sample("abcd", self._rng.randint(0, 4)):
@@ -139,7 +152,7 @@ class Requests:
     def _hold(self, rid: str) -> None:
         first = self._rng.randint(0, 1)
         keys = page_keys(rid, first, 4)
-        num_pages = self.waiting.hold(rid, keys, lambda: tokens_of(keys), self._run_of(keys))
+        num_pages = look_up(self.waiting, rid, keys, self._run_of(keys))
         assert 0 <= num_pages <= len(keys)
         if not num_pages or self._rng.random() < 0.1:
             self.waiting.set_aside(rid)
@@ -149,17 +162,50 @@ class Requests:
         return lambda num_found: moved
 
     def _admit(self, rid: str) -> None:
-        held = self.waiting.take(rid)
+        """As the radix cache: the lease goes to a load, or nobody needs it."""
+        held = None if rid in self._planned else self.waiting.take(rid)
         if held is not None:
             assert held.lease.lease_id in self._store.granted, "what is loaded must be pinned"
-            self.waiting.make_room(held)
-            self._loading.append(held)
-        self.waiting.release(rid)
+            if self._rng.random() < 0.2:
+                self._store.release(held.lease)
+            else:
+                self.waiting.make_room(held)
+                self.waiting.queue_load(rid, load_of(held))
+                self._planned.add(rid)
+        self.waiting.end_lease(rid)
+        assert self.waiting.state(rid) is (State.PLANNED if rid in self._planned else State.WAITS)
+
+    def _start(self) -> None:
+        """Start the planned loads: the table forgets them."""
+        loads = self.waiting.start_loads()
+        assert set(loads) == self._planned
+        assert all(self.waiting.state(rid) is State.WAITS for rid in loads)
+        self._planned.clear()
+        self._loading += [load.lease for load in loads.values()]
+
+    def check(self) -> None:
+        """Each request is known once, and has what its state says."""
+        assert len(self.waiting) <= len("abcd")
+        for rid in "abcd":
+            load = self.waiting.queued_load(rid)
+            assert (self.waiting.state(rid) is State.PLANNED) == (load is not None) == (rid in self._planned)
+            assert load is None or load.lease.lease_id in self._store.granted
 
     def end_loads(self) -> None:
-        for held in self._loading:
-            self._store.release(held.lease)
+        for lease in self._loading:
+            self._store.release(lease)
         self._loading.clear()
+
+
+def load_of(held: HeldLease) -> Load:
+    return Load(
+        held.lease,
+        (),
+        torch.empty(0),
+        0,
+        RestorePlan((0,), 1.0),
+        Forecast(head_s=0.0, load_s=0.0, recompute_s=1.0),
+    )
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -172,6 +218,7 @@ def test_no_lease_is_lost_in_any_order_of_calls_and_answers(seed: int) -> None:
             asking.answer_next()
         else:
             requests.do_something()
+            requests.check()
     if rng.random() < 0.5:
         asking.answer_all()
     requests.waiting.release_all()
@@ -210,21 +257,21 @@ def asking() -> AskedLater:
 
 
 @pytest.fixture
-def waiting(rig: Rig, asking: AskedLater, clock: Clock) -> WaitingLeases:
-    return WaitingLeases(rig.store, ServedModel(MODEL), asking, clock)
+def waiting(rig: Rig, asking: AskedLater, clock: Clock) -> ReturningRequests:
+    return ReturningRequests(rig.store, ServedModel(MODEL), asking, clock)
 
 
-def promise(waiting: WaitingLeases, rid: str = "r", keys: tuple[str, ...] = KEYS) -> int:
-    return waiting.hold(rid, keys, lambda: tokens_of(keys))
+def promise(waiting: ReturningRequests, rid: str = "r", keys: tuple[str, ...] = KEYS) -> int:
+    return look_up(waiting, rid, keys)
 
 
-def wait_a_round(waiting: WaitingLeases, rids: str) -> None:
+def wait_a_round(waiting: ReturningRequests, rids: str) -> None:
     with waiting.looking_ahead() as queue:
         queue += rids
 
 
 def test_a_late_answer_is_used_in_the_next_round(
-    rig: Rig, waiting: WaitingLeases, asking: AskedLater
+    rig: Rig, waiting: ReturningRequests, asking: AskedLater
 ) -> None:
     put_in_dram(rig, "c", 0, 3)
     for _ in range(3):
@@ -239,7 +286,7 @@ def test_a_late_answer_is_used_in_the_next_round(
 
 
 def test_a_late_answer_goes_back_when_its_request_has_gone(
-    rig: Rig, waiting: WaitingLeases, asking: AskedLater, clock: Clock
+    rig: Rig, waiting: ReturningRequests, asking: AskedLater, clock: Clock
 ) -> None:
     put_in_dram(rig, "c", 0, 3)
     promise(waiting)
@@ -249,15 +296,15 @@ def test_a_late_answer_goes_back_when_its_request_has_gone(
     for _ in range(3):
         wait_a_round(waiting, "r")
         clock.now_s += UNCLAIMED_S
-    assert len(waiting) == 1
+    assert waiting.num_leases == 1
     # It was computed, of which nothing is reported.
     wait_a_round(waiting, "")
-    assert len(waiting) == 0
+    assert waiting.num_leases == 0
     rig.assert_nothing_is_held()
 
 
 def test_the_answer_for_a_request_that_was_aborted_meanwhile_is_released(
-    rig: Rig, waiting: WaitingLeases, asking: AskedLater, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, waiting: ReturningRequests, asking: AskedLater, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_in_dram(rig, "c", 0, 3)
     granted: list[Lease] = []
@@ -279,7 +326,7 @@ def test_the_answer_for_a_request_that_was_aborted_meanwhile_is_released(
 
 
 def test_a_lease_that_another_rank_lacks_is_kept_for_a_while(
-    rig: Rig, waiting: WaitingLeases, asking: AskedLater, clock: Clock
+    rig: Rig, waiting: ReturningRequests, asking: AskedLater, clock: Clock
 ) -> None:
     """The other rank's answer was late: with this lease given back, the next round would lack this one."""
     put_in_dram(rig, "c", 0, 3)
@@ -296,7 +343,7 @@ def test_a_lease_that_another_rank_lacks_is_kept_for_a_while(
 
 
 def test_a_prefetch_is_sent_without_waiting_and_known_later(
-    rig: Rig, waiting: WaitingLeases, asking: AskedLater, clock: Clock
+    rig: Rig, waiting: ReturningRequests, asking: AskedLater, clock: Clock
 ) -> None:
     put_below(rig.ssd, "c", 0, 4)
     promise(waiting)
@@ -321,7 +368,7 @@ def test_a_prefetch_is_sent_without_waiting_and_known_later(
 
 
 def test_what_is_admitted_takes_the_lease_it_has_if_a_newer_one_is_late(
-    rig: Rig, waiting: WaitingLeases, asking: AskedLater, clock: Clock
+    rig: Rig, waiting: ReturningRequests, asking: AskedLater, clock: Clock
 ) -> None:
     put_below(rig.ssd, "c", 0, 4)
     promise(waiting)
@@ -338,11 +385,11 @@ def test_what_is_admitted_takes_the_lease_it_has_if_a_newer_one_is_late(
     rig.assert_nothing_is_held()
 
 
-def test_room_is_made_when_the_refusal_comes_late(waiting: WaitingLeases, clock: Clock) -> None:
+def test_room_is_made_when_the_refusal_comes_late(waiting: ReturningRequests, clock: Clock) -> None:
     rig, asking = Rig(TAKEN_BYTES + FLAGS_BYTES), AskedLater()
     put_in_dram(rig, "a", 0, 4)
     put_below(rig.ssd, "x", 0, 4)
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), asking, clock)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), asking, clock)
     for name in "ax":
         promise(waiting, name, page_keys(name, 0, 4))
     asking.answer_all()

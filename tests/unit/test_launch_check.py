@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from krul_sglang.adapter.factory import warn_of_small_pages, what_may_change
+from krul_sglang.adapter.plugin import check_launch
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.attach.factory import warn_of_small_pages, what_may_change
-from krul_sglang.plugin import check_launch
 
 CONFIG = "unified_cache_external_linker_config"
 

@@ -524,8 +524,7 @@ def test_loads_wait_for_what_the_engine_still_does_with_their_slots(
     strict: StrictDevice, strict_rig: Rig
 ) -> None:
     ready = [strict.record(strict.new_stream()).of_torch for _ in ("schedule", "forward")]
-    strict_rig.loader.queue("r", strict_rig.load(FIRST_SLOTS))
-    assert strict_rig.loader.finish(strict_rig.loader.start(ready))
+    assert strict_rig.loader.finish(strict_rig.loader.start({"r": strict_rig.load(FIRST_SLOTS)}, ready))
     # Staged after the schedule, written after the forward.
     stream = strict_rig.loader._stream
     assert strict.module.waits_before("upload", stream) == ready[:1]
@@ -707,10 +706,7 @@ def test_layers_land_in_order_and_are_written_when_waited_for(patient: Rig) -> N
 
 
 def test_loads_of_one_batch_land_together(patient: Rig) -> None:
-    patient.loader.queue("one", patient.load(FIRST_SLOTS))
-    patient.loader.queue("two", patient.load(OTHER_SLOTS))
-    assert patient.loader.num_queued() == 2
-    index = patient.loader.start()
+    index = patient.loader.start({"one": patient.load(FIRST_SLOTS), "two": patient.load(OTHER_SLOTS)})
     assert set(patient.batch(index).loads) == {"one", "two"}
     assert patient.loader.finish(index)
     for layer in range(NUM_LAYERS):

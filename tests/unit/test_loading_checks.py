@@ -77,8 +77,7 @@ def sunk(request: pytest.FixtureRequest) -> Iterator[SunkRig]:
 
 
 def start(rig: Rig, load: Load) -> int:
-    rig.loader.queue("r", load)
-    return rig.loader.start()
+    return rig.loader.start({"r": load})
 
 
 def assert_load_fails(rig: Rig, load: Load, cause: str, *, first_wrong: int) -> None:
@@ -318,8 +317,7 @@ def test_pages_that_ranks_do_not_agree_on_are_fetched_but_not_loaded(sunk: SunkR
     assert lease is not None
     before = sunk.pool.copy()
     loader: LayerWiseLoader = sunk.loader
-    loader.queue("r", make_load(lease, sunk.codec, SLOTS[:4]))
-    assert loader.finish(loader.start())
+    assert loader.finish(loader.start({"r": make_load(lease, sunk.codec, SLOTS[:4])}))
     for layer, (new, old) in enumerate(zip(sunk.pool.copy(), before, strict=True)):
         assert torch.equal(new.k[4:], old.k[4:])
         assert torch.equal(new.k[:4], sunk.layers[layer].k[:4])

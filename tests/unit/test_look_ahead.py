@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from krul_sglang.engine.cache import radix_cache
-from krul_sglang.engine.cache.radix_cache import (
+from krul_sglang.adapter import radix_cache
+from krul_sglang.adapter.radix_cache import (
     MAX_LOOKED_UP_AHEAD,
     KrulLinkerWrapper,
     _PathEnd,

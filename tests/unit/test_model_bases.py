@@ -21,10 +21,10 @@ from krul_backend.codec.subspace.bases import ModelBases, older_path, replace_ba
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import ConfigError
 from krul_backend.segment import ModelIdentity
-from krul_sglang.engine.attach import model_bases
-from krul_sglang.engine.attach.model_bases import BasesFile
+from krul_sglang.adapter import model_bases
+from krul_sglang.adapter.model_bases import BasesFile
+from krul_sglang.adapter.unsupported import UnsupportedSetupError
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.unsupported import UnsupportedSetupError
 from krul_sglang.learning.background import BackgroundLearningError, LearningProcess, RecentTurns
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 from tests.support.codec_builders import rotary_table

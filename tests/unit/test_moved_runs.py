@@ -167,13 +167,13 @@ def test_keys_after_a_moved_run_are_no_keys_of_text() -> None:
 
 
 def test_keys_are_turned_piece_by_piece_in_their_slots_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_batch, "_TURNED_AT_ONCE", 5)
+    monkeypatch.setattr(load_batch, "_ROTATED_AT_ONCE", 5)
     pool: Any = TensorPool(LayerShape(2, 8, 8, torch.bfloat16), num_layers=2, num_slots=40)
     angles = torch.arange(64)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])
     rotary = RotaryTable(angles.cos(), angles.sin(), is_neox=True)
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(3))[:13]
     keys, values = (buffer.clone() for buffer in pool.buffers(1))
-    MovedKeys(rotary, shift=-20).turn(pool, 1, slots, first_token=7)
+    MovedKeys(rotary, shift=-20).rotate(pool, 1, slots, first_token=7)
     wanted = keys.clone()
     wanted[slots] = rotary.move(keys[slots].float(), torch.arange(27, 40), torch.arange(7, 20)).to(keys.dtype)
     assert not torch.equal(wanted, keys)

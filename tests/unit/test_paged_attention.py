@@ -12,9 +12,9 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
 from krul_backend.device import Device
+from krul_sglang.adapter import head_attention
+from krul_sglang.adapter.head_attention import PagedAttention, span_attention, trial_error
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span
-from krul_sglang.engine.restore import head_attention
-from krul_sglang.engine.restore.head_attention import PagedAttention, span_attention, trial_error
 from tests.support.head_attention_case import HEAD_DIM, NUM_SLOTS, SCALING, Case, reference
 
 CPU = Device(torch.device("cpu"))

@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from krul_sglang.engine.cache import radix_cache
-from krul_sglang.engine.cache.radix_cache import WORTH_WAITING_SHARE, KrulLinkerWrapper, KrulRadixCache
+from krul_sglang.adapter import radix_cache
+from krul_sglang.adapter.radix_cache import WORTH_WAITING_SHARE, KrulLinkerWrapper, KrulRadixCache
 from krul_sglang.engine.common.asking import DaemonPatience
 from krul_sglang.engine.common.step_times import StepTimes
 from krul_sglang.engine.save.turn import Turn

@@ -13,8 +13,10 @@ import torch
 
 from krul_backend.codec.layout import LayerKV
 from krul_backend.errors import KrulError
+from krul_sglang.adapter import probe_forward
+from krul_sglang.adapter.probe_forward import HistoryAttention, ProbeForwards
 from krul_sglang.engine.budget import probing
-from krul_sglang.engine.budget.probing import PROBED_TOKENS, HistoryAttention, ProbeOutcome, Prober
+from krul_sglang.engine.budget.probing import PROBED_TOKENS, ProbeOutcome, Prober
 from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support.budget_builders import NUM_LAYERS, PAGE_SIZE, BudgetedServer
 
@@ -66,7 +68,7 @@ class Capture:
 @pytest.fixture
 def forward(monkeypatch: pytest.MonkeyPatch) -> FakeForward:
     forward = FakeForward()
-    monkeypatch.setattr(probing, "probe_forward", forward)
+    monkeypatch.setattr(probe_forward, "probe_forward", forward)
     return forward
 
 
@@ -78,9 +80,9 @@ def server() -> Iterator[BudgetedServer]:
 
 
 def make_prober(server: BudgetedServer, group: Any = None) -> Prober:
-    runner = SimpleNamespace(token_to_kv_pool=None)
     capture: Any = Capture()
-    return Prober(runner, capture, server.pool, server.codec, server.store, server.model, group)
+    forwards = ProbeForwards(SimpleNamespace(token_to_kv_pool=None, device="cpu"), capture)
+    return Prober(forwards.prepare, server.pool, server.codec, server.store, server.model, group)
 
 
 def store_two_turns(server: BudgetedServer) -> None:

@@ -12,9 +12,9 @@ import torch
 
 from krul_backend.device import Device
 from krul_backend.errors import ConfigError
+from krul_sglang.adapter.factory import forward_with_restore
+from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.attach.factory import forward_with_restore
-from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.capture.query_capture import DECODE_INTERVAL, CapturedRows, CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape
 from krul_sglang.engine.common.step_times import StepTimes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from krul_sglang.engine.cache.radix_cache import KrulRadixCache
+from krul_sglang.adapter.radix_cache import KrulRadixCache
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape
 from tests.support.forward_builders import extend_batch

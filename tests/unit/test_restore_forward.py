@@ -17,7 +17,7 @@ from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore import restore_forward
-from krul_sglang.engine.restore.head_recompute import Head
+from krul_sglang.engine.restore.heads import Head
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWaits
 from krul_sglang.engine.restore.restore_forward import RestoreForward

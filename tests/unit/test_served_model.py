@@ -19,16 +19,17 @@ from krul_backend.daemon.client.client_session import DaemonConnection
 from krul_backend.daemon.protocol.messages import MAX_MODELS
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.strategy import LayerGroups, Strategy
+from krul_sglang.adapter import hook_targets
+from krul_sglang.adapter.factory import change_weights, use_idle_time
+from krul_sglang.adapter.kv_pool import open_pool
+from krul_sglang.adapter.linker import KrulLinker
+from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.attach.factory import change_weights, use_idle_time
 from krul_sglang.engine.budget.served_bases import ServedBases, TextDrift
-from krul_sglang.engine.cache.linker import KrulLinker
-from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
-from krul_sglang.engine.common import hook_targets
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.restore.returning_request import Prompt
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 from tests.support.engine_builders import make_store
 from tests.support.segment_builders import MODEL
@@ -89,7 +90,7 @@ class Rank:
         allocator = SimpleNamespace(get_kvcache=lambda: pool)
         runtime = KrulRuntime(KrulConfig(strategy=strategy, probe_share=1.0, error_budget=1e6))
         runtime.model_runner = SimpleNamespace()
-        runtime.model, runtime.pool, runtime.connection = self.model, DevicePool(pool), connection
+        runtime.model, runtime.pool, runtime.connection = self.model, open_pool(pool), connection
         if strategy == "subspace":
             bases = make_bases(runtime.pool.shape, [2, 1])
             runtime.bases = ServedBases(TextDrift("m", 0))
@@ -106,7 +107,8 @@ class Rank:
         assert self.linker.pop_completed_offload()
 
     def lookup(self, name: str, rid: str = "r") -> int:
-        self.linker.expect_tokens(rid, lambda: np.arange(NUM_TOKENS, dtype=np.int32))
+        prompt = Prompt(NUM_TOKENS + 1, 0, lambda: np.arange(NUM_TOKENS, dtype=np.int32))
+        self.linker.returning.expect(rid, prompt)
         transfer: Any = SimpleNamespace(keys=keys_of(name))
         return max(self.linker.lookup(rid, [transfer]), default=0)
 

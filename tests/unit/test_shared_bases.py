@@ -22,8 +22,8 @@ from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
 from krul_backend.tiers.mooncake.tier import MooncakeTier
-from krul_sglang.engine.attach.model_bases import BasesFile
-from krul_sglang.engine.attach.shared_bases import NEWEST, OlderBases, SharedBases
+from krul_sglang.adapter.model_bases import BasesFile
+from krul_sglang.engine.budget.shared_bases import NEWEST, OlderBases, SharedBases
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.models.checkpoint import Checkpoint, bases_path
 from tests.support.budget_builders import BASES, MODEL, NUM_LAYERS, ROTARY, SHAPE

@@ -19,9 +19,9 @@ from krul_backend.daemon.server.config import DaemonConfig
 from krul_backend.device import Device
 from krul_backend.errors import DaemonError
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.cache import store_connection
-from krul_sglang.engine.cache.store_connection import StoreConnection, connect_store, daemon_arguments
+from krul_sglang.engine.common import store_connection
 from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.store_connection import StoreConnection, connect_store, daemon_arguments
 from tests.support.engine_builders import PATIENCE_S, Meeting, in_threads
 from tests.support.segment_builders import MODEL
 

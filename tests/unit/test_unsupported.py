@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from benchmarks.support import PAGE, SERVED, UNTESTED, page
-from krul_sglang.config import KrulConfig
-from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.common.unsupported import (
+from krul_sglang.adapter.kv_pool import open_pool
+from krul_sglang.adapter.plugin import check_launch
+from krul_sglang.adapter.unsupported import (
     LAUNCH_RULES,
     MODEL_RULES,
     Rule,
@@ -24,7 +24,7 @@ from krul_sglang.engine.common.unsupported import (
     model_facts,
     options_of,
 )
-from krul_sglang.plugin import check_launch
+from krul_sglang.config import KrulConfig
 
 ROOT = Path(__file__).parents[2]
 LINKER_CONFIG = "unified_cache_external_linker_config"
@@ -190,7 +190,7 @@ def test_a_foreign_pool_is_refused() -> None:
         device = torch.device("cpu")
 
     with pytest.raises(UnsupportedSetupError, match="OtherPool"):
-        DevicePool(OtherPool())
+        open_pool(OtherPool())
 
 
 def test_the_page_is_what_the_table_says() -> None:

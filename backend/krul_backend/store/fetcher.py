@@ -74,12 +74,12 @@ class Fetcher:
         self.num_failed = 0
 
     def admit(
-        self, part: LowerPart, began_at: int, tail: SegmentTail | None = None, *, is_prefetch: bool = False
+        self, part: LowerPart, clear_mark: int, tail: SegmentTail | None = None, *, is_prefetch: bool = False
     ) -> tuple[Lease, Coming | None]:
         """Make room for a part in DRAM, and turn the tier's hold of it into a lease on the segment there.
 
         It comes when the caller gives what this returns to ``start``; None if it is there, or on its way.
-        ``began_at`` is the tiered lease's. ``tail``: what of the segment is read, None for all of it.
+        ``clear_mark`` is the tiered lease's. ``tail``: what of the segment is read, None for all of it.
         ``is_prefetch``: no load has asked yet.
 
         Raises:
@@ -89,11 +89,11 @@ class Fetcher:
         manifest = whole if tail is None else whole.trimmed(*tail)
         # One at a time: of two that miss the same segment in DRAM, the second finds the first one's.
         with self._admission:
-            copy = self._lease_copy(part, manifest, began_at)
+            copy = self._lease_copy(part, manifest, clear_mark)
             if copy is None:
                 prefetched_bytes = manifest.num_bytes if is_prefetch else 0
                 self._check_prefetched(prefetched_bytes)
-                arrival, lease = self._admit(part, manifest, began_at)
+                arrival, lease = self._admit(part, manifest, clear_mark)
                 arrival.segment.is_prefetched = is_prefetch
                 self._count_prefetched(prefetched_bytes)
                 return lease, Coming(part.tier, part.run, arrival, is_prefetch)
@@ -141,14 +141,14 @@ class Fetcher:
         with self._counting:
             self._counting.wait_for(lambda: not self._reads)
 
-    def _lease_copy(self, part: LowerPart, manifest: SegmentManifest, began_at: int) -> Lease | None:
+    def _lease_copy(self, part: LowerPart, manifest: SegmentManifest, clear_mark: int) -> Lease | None:
         """A lease on a segment in DRAM with a part's pages, of which no layer holds less than ``manifest``
         says; None if none is.
 
         Somebody else may have fetched or stored it since the part was matched.
         """
         run, size = part.run, manifest.model.page_size
-        if self._host.was_cleared(manifest.model, began_at):
+        if self._host.was_cleared(manifest.model, clear_mark):
             return None
         start_token = manifest.start_token + run.first_page * size
         lease = self._host.lease(
@@ -169,11 +169,11 @@ class Fetcher:
         self._host.release(lease)
         return None
 
-    def _admit(self, part: LowerPart, manifest: SegmentManifest, began_at: int) -> tuple[Arrival, Lease]:
+    def _admit(self, part: LowerPart, manifest: SegmentManifest, clear_mark: int) -> tuple[Arrival, Lease]:
         """Make room for what ``manifest`` says of a part's segment, and lease the part's pages."""
         tier, run = part.tier, part.run
         checksums = checksums_of(manifest, run.segment.checksums)
-        arrival = self._host.admit(manifest, checksums, tier.name, tier.load_s(manifest), began_at)
+        arrival = self._host.admit(manifest, checksums, tier.name, tier.load_s(manifest), clear_mark)
         if arrival is None:
             self._count(has_arrived=False)
             refusal: Refusal = "over quota" if self._host.is_over_quota(manifest) else "no room"

@@ -64,11 +64,11 @@ Part = Lease | LowerPart
 class TieredLease:
     """The parts of a lease in conversation order. ``lock`` guards all of it.
 
-    ``began_at`` is a mark of ``HostStore.clear_mark``, taken before any tier was asked.
+    ``clear_mark`` is a mark of ``HostStore.clear_mark``, taken before any tier was asked.
     """
 
     parts: list[Part]
-    began_at: int
+    clear_mark: int
     is_released: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -118,7 +118,7 @@ class TieredStore(KVStore):
         *,
         fast_copies: FastCopies = "prefer",
     ) -> Lease | None:
-        began_at, parts = self._match(model, page_keys, token_ids, fast_copies=fast_copies)
+        clear_mark, parts = self._match(model, page_keys, token_ids, fast_copies=fast_copies)
         slices = tuple(piece for part in parts for piece in part.slices)
         num_pages = sum(part.num_pages for part in parts)
         lease = Lease(self._host.next_id(), num_pages, slices)
@@ -131,7 +131,7 @@ class TieredStore(KVStore):
                     for part in slices:
                         self._tier_hit_pages[part.tier] += part.end_page - part.first_page
                 if parts:
-                    self._leases[lease.lease_id] = TieredLease(parts, began_at)
+                    self._leases[lease.lease_id] = TieredLease(parts, clear_mark)
         if is_closed:
             release_parts(self._host, parts)
             raise StoreClosedError("the KV store was closed")
@@ -158,7 +158,7 @@ class TieredStore(KVStore):
                     if isinstance(part, LowerPart):
                         # If a later part finds no room, those before it come to DRAM all the same.
                         tail = wanted[len(slices)]
-                        part, read = self._fetcher.admit(part, held.began_at, tail)
+                        part, read = self._fetcher.admit(part, held.clear_mark, tail)
                         held.parts[i] = part
                         coming += [] if read is None else [read]
                     else:
@@ -171,12 +171,12 @@ class TieredStore(KVStore):
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
         refusal: Refusal | None = None
         self._write_behind.offer()
-        began_at, parts = self._match(model, page_keys, token_ids)
+        clear_mark, parts = self._match(model, page_keys, token_ids)
         coming: list[Coming] = []
         try:
             for i, part in enumerate(parts):
                 if isinstance(part, LowerPart):
-                    parts[i], read = self._fetcher.admit(part, began_at, is_prefetch=True)
+                    parts[i], read = self._fetcher.admit(part, clear_mark, is_prefetch=True)
                     coming += [] if read is None else [read]
         except NotAdmittedError as error:
             refusal = error.refusal
@@ -209,7 +209,7 @@ class TieredStore(KVStore):
         fast_copies: FastCopies = "prefer",
     ) -> tuple[int, list[Part]]:
         """Hold the longest prefix over all tiers; returns a clear mark from before that, and the parts."""
-        began_at = self._host.clear_mark()
+        clear_mark = self._host.clear_mark()
         walk = PrefixWalk(
             self._host,
             () if fast_copies == "only" else self._tiers,
@@ -218,7 +218,7 @@ class TieredStore(KVStore):
             np.asarray(token_ids),
             fast_copies=fast_copies,
         )
-        return began_at, walk.run()
+        return clear_mark, walk.run()
 
     def _write_up(self, arrival: Arrival, tier: LowerTier) -> None:
         """Write a segment that has come from a tier to the tiers above that one, too."""

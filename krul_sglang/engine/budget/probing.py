@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.segment_codec import SegmentCodec
@@ -18,7 +17,6 @@ from krul_backend.errors import KrulError
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.budget.provenance import damage_of
-from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore.segment_reader import KeptRoom, SegmentReader, open_segments
@@ -33,110 +31,19 @@ MOST_HISTORY_TOKENS = 8192
 """Longer histories are not probed. All of a history is decoded, and attended to twice, on the scheduler's
 thread: a request that comes meanwhile waits for that."""
 
+History = Callable[[int], LayerKV]
+"""The KV of a layer, of all tokens before those that are probed."""
+
+RunOnHistory = Callable[[torch.Tensor], torch.Tensor]
+"""Logits ``[W, vocabulary]`` (float32) of ``W`` token ids that follow a history.
+
+If the history fails, it raises at its end: other ranks wait in the collectives of the forward."""
+
+PrepareForward = Callable[[int, int, History], RunOnHistory]
+"""Makes ready all that a forward needs, given how many tokens the history has and how many follow."""
+
 _LEAST_DIVERGENCE = 1e-9
 """Rounding alone makes differences of this size."""
-
-
-class HistoryAttention(AttentionBackend):  # type: ignore[misc]
-    """Computes causal attention of ``W`` consecutive tokens over a given history and themselves.
-
-    It neither reads nor writes slots. ``history(layer)`` has the ``num_history`` tokens before them.
-    ``token_to_kv_pool`` is SGLang's pool, which models that write KV themselves get from their backend.
-
-    An error does not end the forward, since other ranks wait in its collectives: the output is zero instead,
-    and ``error`` is the first one.
-    """
-
-    def __init__(
-        self,
-        num_history: int,
-        num_tokens: int,
-        history: Callable[[int], LayerKV],
-        device: torch.device,
-        token_to_kv_pool: Any,
-    ) -> None:
-        self.token_to_kv_pool = token_to_kv_pool
-        self.error: Exception | None = None
-        self._history = history
-        # [W, num_history + W]: token t sees the history and the tokens up to itself.
-        self._mask = torch.ones(num_tokens, num_history + num_tokens, dtype=torch.bool, device=device).tril(
-            num_history
-        )
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Nothing to plan: there is one sequence, and its mask is known."""
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        own = LayerKV(
-            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
-            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-        )
-        try:
-            return self._attend(queries, self._history(layer.layer_id), own, layer.scaling)
-        except Exception as error:
-            self.error = self.error or error
-            return q.new_zeros(len(queries), layer.tp_q_head_num * layer.v_head_dim)
-
-    def _attend(self, q: torch.Tensor, history: LayerKV, own: LayerKV, scaling: float) -> torch.Tensor:
-        keys = torch.cat([history.k, own.k]).transpose(0, 1)
-        values = torch.cat([history.v, own.v]).transpose(0, 1)
-        # [H, W, D] over [Hkv, T, D] -> [H, W, Dv] -> [W, H * Dv]
-        output = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys[None],
-            values[None],
-            attn_mask=self._mask,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        return output[0].transpose(0, 1).flatten(1)
-
-
-@torch.no_grad()
-def probe_forward(
-    model_runner: Any,
-    token_ids: torch.Tensor,
-    first_position: int,
-    attention: HistoryAttention,
-    unrecorded: AbstractContextManager[None],
-) -> torch.Tensor:
-    """Logits ``[W, vocabulary]`` (float32) of ``token_ids`` ``[W]`` at ``first_position`` and after.
-
-    The model sees a decode batch of ``W`` rows, so that each row gets logits; attention treats the rows as
-    one sequence. If a model writes KV itself, it writes to slot 0, which SGLang keeps for padding.
-    """
-    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-    from sglang.srt.runtime_context import get_model
-
-    num_tokens = len(token_ids)
-    device = token_ids.device
-    positions = torch.arange(first_position, first_position + num_tokens, device=device)
-    seq_lens_cpu = torch.arange(first_position + 1, first_position + num_tokens + 1)
-    nowhere = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.DECODE,
-        batch_size=num_tokens,
-        input_ids=token_ids,
-        req_pool_indices=nowhere,
-        seq_lens=positions + 1,
-        seq_lens_cpu=seq_lens_cpu,
-        seq_lens_sum=int(seq_lens_cpu.sum()),
-        out_cache_loc=nowhere,
-        positions=positions,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
-    )
-    with (
-        unrecorded,
-        get_model().override(shared_experts=model_runner.model.shared_experts_config),
-        forward_context(ForwardContext(attn_backend=attention), forward_batch=batch),
-    ):
-        output = model_runner.model.forward(token_ids, positions, batch)
-    logits: torch.Tensor = output.next_token_logits.float()
-    return logits
 
 
 @dataclass(frozen=True)
@@ -153,10 +60,9 @@ class _Probe:
     """What one rank has ready for a probe: the tokens ``[W]`` after the history, and both histories."""
 
     token_ids: torch.Tensor
-    num_history: int
     history: _StoredHistory
-    true: HistoryAttention
-    stored: HistoryAttention
+    run_true: RunOnHistory
+    run_stored: RunOnHistory
 
 
 class Prober:
@@ -171,16 +77,14 @@ class Prober:
 
     def __init__(
         self,
-        model_runner: Any,
-        capture: TurnCapture | None,
+        prepare: PrepareForward,
         pool: DevicePool,
         codec: SegmentCodec,
         store: KVStore,
         model: ServedModel,
         group: Any | None,
     ) -> None:
-        self._model_runner = model_runner
-        self._capture = capture
+        self._prepare = prepare
         self._pool = pool
         self._codec = codec
         self._store = store
@@ -235,28 +139,21 @@ class Prober:
             return None
         token_ids = self._pool.streams.from_list(path.token_ids[num_history:].tolist())
         stored_history = _StoredHistory(self._pool, path, readers)
-        true, stored = (
-            HistoryAttention(
-                num_history, len(token_ids), history, self._pool.device, self._model_runner.token_to_kv_pool
-            )
-            for history in (
-                lambda layer: self._pool.gather(layer, path.slots[:num_history]),
-                stored_history.layer,
-            )
+        true = partial(self._pool.gather, slots=path.slots[:num_history])
+        run_true, run_stored = (
+            self._prepare(num_history, len(token_ids), history) for history in (true, stored_history.layer)
         )
-        return _Probe(token_ids, num_history, stored_history, true, stored)
+        return _Probe(token_ids, stored_history, run_true, run_stored)
 
     def _divergence(self, probe: _Probe) -> float:
         """The divergence of the predictions on the stored history from those on the true one, in nats."""
         predictions, errors = [], []
-        for attention in (probe.true, probe.stored):
+        for run in (probe.run_true, probe.run_stored):
             # After an error the other ranks run the second forward, too.
             try:
-                predictions.append(self._run(probe, attention))
+                predictions.append(run(probe.token_ids).log_softmax(-1))
             except Exception as error:
                 errors.append(error)
-            if attention.error is not None:
-                errors.append(attention.error)
         if errors:
             raise errors[0]
         probe.history.tails.check()
@@ -277,14 +174,6 @@ class Prober:
             reader.source.is_right(layer) for reader in readers for layer in range(len(reader.source.blocks))
         )
         return readers if is_whole and is_sound else None
-
-    def _run(self, probe: _Probe, attention: HistoryAttention) -> torch.Tensor:
-        """Logarithms of the probabilities of every next token, for all tokens after the history."""
-        unrecorded: AbstractContextManager[None] = (
-            nullcontext() if self._capture is None else self._capture.suspended()
-        )
-        logits = probe_forward(self._model_runner, probe.token_ids, probe.num_history, attention, unrecorded)
-        return logits.log_softmax(-1)
 
     def _sums_of_ranks(self, error: Exception | None, *values: float) -> list[float]:
         """The sums of these values over all ranks. Every rank raises if one passes an error, which is raised

@@ -118,7 +118,7 @@ class LeaseFinder:
         self, page_keys: Sequence[str], token_ids: TokenIds, find_run: FindRun | None
     ) -> HeldLease | None:
         """A lease of the first of ``page_keys``, or of a run that is stored at another place and brings more;
-        None if nothing is found. See ``WaitingLeases.hold``."""
+        None if nothing is found. See ``Prompt``."""
         run = KeyRun.of(page_keys)
         lease = self.store.lease(self.identity, page_keys, token_ids)
         try:

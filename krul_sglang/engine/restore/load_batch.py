@@ -38,8 +38,8 @@ _DRAM_PATIENCE = _Patience(0.25, 0.25)
 _STALLED_LAYERS = 3
 """A load stands still if the next layer takes so many times as long as those before."""
 
-_TURNED_AT_ONCE = 4096
-"""Tokens whose keys are turned together: it is done in float32, in memory beside SGLang's own budget."""
+_ROTATED_AT_ONCE = 4096
+"""Tokens whose keys are rotated together: it is done in float32, in memory beside SGLang's own budget."""
 
 
 class LoadFailedError(KrulError):
@@ -59,17 +59,17 @@ class Forecast:
 @dataclass(frozen=True, eq=False)
 class MovedKeys:
     """Says that what is loaded was stored ``shift`` tokens before its place in this prompt (behind it if
-    negative): its keys are turned to where they are now by ``rotary``, the model's embedding."""
+    negative): its keys are rotated to where they are now by ``rotary``, the model's embedding."""
 
     rotary: RotaryTable
     shift: int
 
-    def turn(self, pool: DevicePool, layer: int, slots: torch.Tensor, first_token: int) -> None:
-        """Turn the keys of a layer in ``slots`` (int64 ``[T]``), of the prompt's tokens from ``first_token``
-        on."""
+    def rotate(self, pool: DevicePool, layer: int, slots: torch.Tensor, first_token: int) -> None:
+        """Rotate the keys of a layer in ``slots`` (int64 ``[T]``), which are of the prompt's tokens from
+        ``first_token`` on."""
         k_buffer, _ = pool.typed_buffers(layer)
-        for begin in range(0, len(slots), _TURNED_AT_ONCE):
-            part = slots[begin : begin + _TURNED_AT_ONCE]
+        for begin in range(0, len(slots), _ROTATED_AT_ONCE):
+            part = slots[begin : begin + _ROTATED_AT_ONCE]
             positions = torch.arange(first_token + begin, first_token + begin + len(part), device=part.device)
             keys = pool.gather_keys(layer, part).view(k_buffer.dtype).float()
             k_buffer[part] = self.rotary.move(keys, positions - self.shift, positions).to(k_buffer.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -115,9 +115,9 @@ class Link:
 
 
 class LayerWiseLoader:
-    """Fills the slots of queued loads; the forward waits for each layer through ``counter``.
+    """Fills the slots of loads; the forward waits for each layer through ``counter``.
 
-    A load owns its lease, which is released when the load has ended, failed or been cancelled. Segments in a
+    A load owns its lease, which is released when the load has ended or failed. Segments in a
     lower tier are fetched while the first layers are copied. If a part of a load does not come, the segments
     before it are loaded all the same, so that only the rest has to be computed.
     ``patience_s``: see ``LoadBatch``. ``link``: slows loads down.
@@ -142,7 +142,6 @@ class LayerWiseLoader:
         self._patience_s = patience_s
         self._link = link
         self._before_layer = before_layer
-        self._queued: dict[str, Load] = {}
         self._running: dict[int, Future[None]] = {}
         self._next_index = 0
         self._device = pool.streams
@@ -150,33 +149,17 @@ class LayerWiseLoader:
         self._stream = self._device.new_stream()
         self._worker = self._new_worker()
 
-    def queue(self, rid: str, load: Load) -> None:
-        self._queued[rid] = load
-
-    def queued(self, rid: str) -> Load | None:
-        """A load that has not started; None if there is none."""
-        return self._queued.get(rid)
-
-    def cancel(self, rid: str) -> bool:
-        """Take back a load that has not started; False if there is none."""
-        load = self._queued.pop(rid, None)
-        if load is None:
-            return False
-        self._store.release(load.lease)
-        return True
-
-    def start(self, ready: Sequence[Any] = ()) -> int:
-        """Start everything queued as one batch. Returns its counter index, -1 if nothing was queued.
+    def start(self, loads: Mapping[str, Load], ready: Sequence[Any] = ()) -> int:
+        """Start loads, by request, as one batch. Returns its counter index, -1 if there are none.
 
         ``ready``: events after which the slot indices are computed (the first one), and their earlier owners'
         KV is not used any more (the others): until then nothing is written, but the first copies are staged.
         """
-        if not self._queued:
+        if not loads:
             return -1
         index, self._next_index = self._next_index, self._next_index + 1
-        loads = dict(self._queued)
         batch = LoadBatch(
-            loads,
+            dict(loads),
             self._pool.num_layers,
             self._device,
             self._patience_s,
@@ -184,7 +167,6 @@ class LayerWiseLoader:
             and self._link is None
             and all(load.lease.is_in_dram for load in loads.values()),
         )
-        self._queued.clear()
         self.counter.batches[index] = batch
         self._running[index] = self._worker.submit(self._run, index, batch, ready)
         return index
@@ -215,17 +197,13 @@ class LayerWiseLoader:
         running.result()
         return landed
 
-    def num_queued(self) -> int:
-        return len(self._queued)
-
     def num_pending(self) -> int:
+        """Batches that have not ended."""
         self._forget_ended()
-        return len(self._queued) + len(self._running)
+        return len(self._running)
 
     def discard_all(self) -> None:
-        """Cancel what is queued and wait for what runs."""
-        for rid in list(self._queued):
-            self.cancel(rid)
+        """Wait for what runs."""
         for index in list(self.counter.batches):
             self.finish(index)
         for running in self._running.values():
@@ -324,7 +302,9 @@ class LayerWiseLoader:
                         self._stage(chain.from_iterable(groups), checks)
                     for event in free:
                         self._device.wait_for(event)
-                if not self._load_layer(batch, groups.popleft(), checks) or not self._turn_keys(batch, layer):
+                if not self._load_layer(batch, groups.popleft(), checks) or not self._rotate_keys(
+                    batch, layer
+                ):
                     return False
                 if layer == self._pool.num_layers - 1:
                     # The check waits for what was decoded, and that for the forward before.
@@ -348,7 +328,7 @@ class LayerWiseLoader:
             if not isinstance(error, KrulError) or batch.is_abandoned:
                 return {}
             for rid, load in batch.loads.items():
-                # Turned keys would be turned twice.
+                # Rotated keys would be rotated twice.
                 for reader, slots in load.parts() if load.moved is None else ():
                     again = reader.again(load.plan.head_ends, room)
                     if again is None or again.block(0).source.segment_id == damaged_id:
@@ -396,14 +376,14 @@ class LayerWiseLoader:
                 group.restore(self._pool)
         return True
 
-    def _turn_keys(self, batch: LoadBatch, layer: int) -> bool:
-        """Turn keys that were stored at other positions; False if given up."""
+    def _rotate_keys(self, batch: LoadBatch, layer: int) -> bool:
+        """Rotate keys that were stored at other positions; False if given up."""
         for load in batch.loads.values():
             if load.moved is not None and load.moved.shift:
                 with batch.writing() as is_wanted:
                     if not is_wanted:
                         return False
-                    load.moved.turn(self._pool, layer, load.tail_slots(layer), load.plan.head_ends[layer])
+                    load.moved.rotate(self._pool, layer, load.tail_slots(layer), load.plan.head_ends[layer])
         return True
 
     def _count(self, loads: Sequence[Load]) -> None:

@@ -13,8 +13,7 @@ from krul_backend.device import Device, StreamClock
 from krul_backend.errors import KrulError
 from krul_backend.memory import is_out_of_memory
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.restore.engine_prefill import EnginePrefill
-from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
+from krul_sglang.engine.restore.heads import Head, HeadForward, PrefixForward
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
 from krul_sglang.engine.restore.restore_trace import RestoreTrace, TraceLog
@@ -62,8 +61,8 @@ class RestoreForward:
     def __init__(
         self,
         loader: LayerWiseLoader,
-        heads: HeadRecompute | None,
-        prefill: EnginePrefill,
+        heads: HeadForward | None,
+        prefill: PrefixForward,
         agreement: RankAgreement,
         traces: TraceLog,
         *,

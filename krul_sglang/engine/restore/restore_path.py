@@ -45,14 +45,6 @@ class RestoreMode:
     why: str
 
 
-@dataclass(frozen=True)
-class ReturningRequest:
-    """A request about to load: ``device_tokens`` of its prefix are in the pool, ``new_tokens`` follow it."""
-
-    device_tokens: int
-    new_tokens: int
-
-
 @dataclass(frozen=True, eq=False)
 class RestorePath:
     """Holds what one rank restores with. Made before the first request, once the engine was measured.
@@ -72,9 +64,17 @@ class RestorePath:
     rotary: RotaryTable | None = None
 
     def plan_load(
-        self, held: HeldLease, first_key: str, slots: torch.Tensor, returning: ReturningRequest
+        self,
+        held: HeldLease,
+        first_key: str,
+        slots: torch.Tensor,
+        *,
+        device_tokens: int,
+        new_tokens: int,
     ) -> Load | None:
         """Plan how to fill ``slots`` (int64 ``[T]``) with the leased pages from ``first_key`` on.
+
+        ``device_tokens`` before them are in the pool, and ``new_tokens`` follow them.
 
         Returns None if computing them is faster, or if they cannot be read: then the caller keeps the lease.
         """
@@ -85,7 +85,7 @@ class RestorePath:
         if run is not None:
             assert self.rotary is not None
             moved = MovedKeys(self.rotary, run.shift)
-            num_tokens, shift = returning.device_tokens + len(slots) - run.start, run.shift
+            num_tokens, shift = device_tokens + len(slots) - run.start, run.shift
             load_from = run.start + RECOMPUTED_TOKENS
         readers: list[SegmentReader] | None = None
         try:
@@ -96,8 +96,8 @@ class RestorePath:
         # Called without readers, too: other ranks may have theirs, and wait for this one.
         planned = self.planning.plan(
             readers,
-            device_tokens=returning.device_tokens,
-            new_tokens=returning.new_tokens,
+            device_tokens=device_tokens,
+            new_tokens=new_tokens,
             load_from=load_from,
         )
         if readers is None:
@@ -105,9 +105,7 @@ class RestorePath:
                 self.report_damage(segment_id, "undecodable")
         if planned is None or readers is None:
             return None
-        return Load(
-            held.lease, readers, slots, returning.device_tokens, planned.plan, planned.forecast, moved
-        )
+        return Load(held.lease, readers, slots, device_tokens, planned.plan, planned.forecast, moved)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``/server_info``."""

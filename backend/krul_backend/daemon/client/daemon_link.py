@@ -131,7 +131,7 @@ class DaemonLink:
         with self._changed:
             self.counters.requests += 1
 
-    def note(self, connection: DaemonConnection, op: str, error: Exception) -> None:
+    def note_failure(self, connection: DaemonConnection, op: str, error: Exception) -> None:
         """Count and log one of ``UNANSWERED``. After a time-out the daemon may hang, or only be busy."""
         is_new = False
         with self._changed:
@@ -360,7 +360,7 @@ class DaemonLink:
                 raise
             except tuple(EXCEPTIONS.values()) as error:
                 # Asked again, it would fail again. What a tier cannot forget it does not find any more.
-                self.note(connection, "clear", error)
+                self.note_failure(connection, "clear", error)
             with self._changed:
                 # A clear that came in meanwhile stays: it is meant for segments stored meanwhile, too.
                 self._pending_clears = [clear for clear in self._pending_clears if clear not in same]

@@ -153,7 +153,7 @@ class DaemonStore(KVStore):
                 raise ProtocolError(f"asked for blocks of {sizes} bytes, got {spans}")
             blocks = tuple(view_in(connection.arena, span) for span in spans)
         except UNANSWERED as error:
-            self._link.note(connection, "reserve", error)
+            self._link.note_failure(connection, "reserve", error)
             connection.post(AbortRequest(reservation_id=reservation_id))
             return None
         with self._lock:
@@ -184,7 +184,7 @@ class DaemonStore(KVStore):
                 token_ids=manifest.token_ids,
             )
         except UNANSWERED as error:
-            self._link.note(connection, "commit", error)
+            self._link.note_failure(connection, "commit", error)
             connection.post(AbortRequest(reservation_id=reservation_id))
             raise StoreClosedError(f"the segment was not stored: {error}") from error
         except ManifestError:
@@ -230,7 +230,7 @@ class DaemonStore(KVStore):
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon was lost while it answered")
         except UNANSWERED as error:
-            self._link.note(connection, "lease", error)
+            self._link.note_failure(connection, "lease", error)
             connection.post(ReleaseRequest(lease_id=lease_id))
             return None
         with self._lock:
@@ -260,7 +260,7 @@ class DaemonStore(KVStore):
                 raise ProtocolError("a fetched lease has segments without blocks")
             return slices
         except UNANSWERED as error:
-            self._link.note(connection, "fetch", error)
+            self._link.note_failure(connection, "fetch", error)
             raise TierReadError(f"nothing was fetched: {error}") from error
 
     def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
@@ -371,7 +371,7 @@ class DaemonStore(KVStore):
                 self._ask(connection, PingRequest())
             return self._ask(connection, request, model, timeout_s=timeout_s, token_ids=token_ids)
         except UNANSWERED as error:
-            self._link.note(connection, op_of(request), error)
+            self._link.note_failure(connection, op_of(request), error)
             return None
 
     def _ask(

@@ -94,7 +94,7 @@ class HintEndpoint:
         assert server is not None, "it was set up"
 
         def new_protocol() -> asyncio.BaseProtocol:
-            return server() if len(server.connections) < MAX_CONNECTIONS else _NoRoom()
+            return server() if len(server.connections) < MAX_CONNECTIONS else _Refused()
 
         listening: asyncio.Server | None = None
         try:
@@ -156,7 +156,7 @@ class HintEndpoint:
         return self._num_in_second <= MAX_PER_SECOND and self._num_running < MAX_AT_ONCE
 
 
-class _NoRoom(asyncio.Protocol):
+class _Refused(asyncio.Protocol):
     """Ends a connection at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

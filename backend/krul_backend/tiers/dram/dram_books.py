@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_PINNED_SHARE = 0.5
 """Share of the arena that pinned segments may take."""
 
-BREATH_S = 1e-4
+LOCK_PAUSE_S = 1e-4
 """Pause between two holds of the store's lock."""
 
 
@@ -76,20 +76,20 @@ class ClearMarks:
         else:
             self._model_at[model.fingerprint] = self._count
 
-    def is_outdated(self, began_at: int, model: ModelIdentity) -> bool:
-        """Whether ``model`` was cleared since ``began_at``, an earlier ``now``."""
-        return began_at < max(self._all_at, self._model_at.get(model.fingerprint, 0))
+    def is_outdated(self, clear_mark: int, model: ModelIdentity) -> bool:
+        """Whether ``model`` was cleared since ``clear_mark``, an earlier ``now``."""
+        return clear_mark < max(self._all_at, self._model_at.get(model.fingerprint, 0))
 
 
 @dataclass(frozen=True)
 class PendingReservation:
-    """A reservation that is neither committed nor aborted. ``began_at`` is a ``ClearMarks.now``."""
+    """A reservation that is neither committed nor aborted. ``clear_mark`` is a ``ClearMarks.now``."""
 
     reservation: Reservation
     extents: tuple[Extent | None, ...]
     tenant: str
     is_fast_copy: bool
-    began_at: int
+    clear_mark: int
 
 
 class DramBooks:
@@ -356,7 +356,7 @@ class LockedBooks:
     - It is held for bookkeeping only. Whoever reads or writes blocks holds their segment (``hold``), not the
       lock: a held segment's bytes stay where they are.
     - At most ``eviction_plan.MAX_VISITED`` segments are looked at in one go, so that nobody waits long. It is
-      not a fair lock: without a pause of ``BREATH_S`` between two holds nobody else would get it.
+      not a fair lock: without a pause of ``LOCK_PAUSE_S`` between two holds nobody else would get it.
     - It is the last lock that a thread takes: no other lock is taken and no tier is called inside.
     """
 

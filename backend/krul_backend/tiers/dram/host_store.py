@@ -27,7 +27,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.dram.dram_books import BREATH_S, DramBooks, LockedBooks
+from krul_backend.tiers.dram.dram_books import LOCK_PAUSE_S, DramBooks, LockedBooks
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
 from krul_backend.tiers.dram.reservations import Arrival, Reservations, arrival_sizes
 from krul_backend.tiers.dram.stored_segment import StoredSegment
@@ -193,10 +193,10 @@ class HostStore:
         checksums: Sequence[bytes],
         origin: str,
         lower_load_s: float,
-        began_at: int | None = None,
+        clear_mark: int | None = None,
     ) -> Arrival | None:
         """Begin the arrival of a segment of a lower tier; see ``Reservations.admit``."""
-        return self._reservations.admit(manifest, checksums, origin, lower_load_s, began_at)
+        return self._reservations.admit(manifest, checksums, origin, lower_load_s, clear_mark)
 
     def is_over_quota(self, manifest: SegmentManifest) -> bool:
         """True if a segment does not fit into the arena, or into what its tenant has left of its quota."""
@@ -285,10 +285,10 @@ class HostStore:
         with self._locked.open() as books:
             return books.clears.now
 
-    def was_cleared(self, model: ModelIdentity, began_at: int) -> bool:
-        """Whether ``model`` was cleared since ``began_at``, a mark."""
+    def was_cleared(self, model: ModelIdentity, clear_mark: int) -> bool:
+        """Whether ``model`` was cleared since ``clear_mark``, a mark."""
         with self._locked.open() as books:
-            return books.clears.is_outdated(began_at, model)
+            return books.clears.is_outdated(clear_mark, model)
 
     def clear(self, model: ModelIdentity | None = None) -> None:
         with self._locked.open() as books:
@@ -300,7 +300,7 @@ class HostStore:
             ]
             books.leaving.update(cleared)
         for first in range(0, len(cleared), MAX_VISITED):
-            time.sleep(BREATH_S)
+            time.sleep(LOCK_PAUSE_S)
             with self._locked.open() as books:
                 for segment_id in cleared[first : first + MAX_VISITED]:
                     segment = books.segments.get(segment_id)

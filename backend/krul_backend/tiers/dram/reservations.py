@@ -25,7 +25,7 @@ from krul_backend.tiers.common.interface import (
     checked_checksums,
 )
 from krul_backend.tiers.dram.arena import Extent
-from krul_backend.tiers.dram.dram_books import BREATH_S, DramBooks, LockedBooks, PendingReservation
+from krul_backend.tiers.dram.dram_books import LOCK_PAUSE_S, DramBooks, LockedBooks, PendingReservation
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED, Candidate, EvictionSearch
 from krul_backend.tiers.dram.stored_segment import StoredSegment, block_in
 
@@ -135,7 +135,7 @@ class Reservations:
                     break
                 continue
             for first in range(0, len(victims), MAX_VISITED):
-                time.sleep(BREATH_S)
+                time.sleep(LOCK_PAUSE_S)
                 with self._locked.open() as books:
                     part = victims[first : first + MAX_VISITED]
                     if not books.evict(part):
@@ -153,7 +153,7 @@ class Reservations:
         while not search.is_exhausted:
             wanted = 2 * max(search.num_found, MAX_VISITED)
             while search.num_found < wanted and not search.is_exhausted:
-                time.sleep(BREATH_S)
+                time.sleep(LOCK_PAUSE_S)
                 with self._locked.open():
                     search.look_on(MAX_VISITED)
             victims = search.plan(space)
@@ -204,7 +204,7 @@ class Reservations:
                 num_pins=1,
             )
             books.move_charge(segment.taken_bytes, pending.tenant, manifest.tenant)
-            is_outdated = books.clears.is_outdated(pending.began_at, manifest.model)
+            is_outdated = books.clears.is_outdated(pending.clear_mark, manifest.model)
             if not is_outdated and books.publish(segment):
                 books.counters.committed_segments += not segment.is_fast_copy
             # A segment that was dropped was still a use of the copies that were there before.
@@ -223,13 +223,13 @@ class Reservations:
         checksums: Sequence[bytes],
         origin: str,
         lower_load_s: float,
-        began_at: int | None,
+        clear_mark: int | None,
     ) -> Arrival | None:
         """Begin the arrival of a segment of the tier ``origin``; None, counted, when there is no room.
 
         The segment is not indexed, and freed with its last lease, when DRAM holds all of its pages already or
-        its model was cleared since ``began_at`` (a ``ClearMarks.now``). Reading it again from the lower tier
-        would take ``lower_load_s`` seconds.
+        its model was cleared since ``clear_mark`` (a ``ClearMarks.now``). Reading it from the lower tier
+        again would take ``lower_load_s`` seconds.
         """
 
         def use(books: DramBooks, extents: Extents) -> Arrival:
@@ -254,7 +254,7 @@ class Reservations:
             for block in segment.blocks:
                 block.flags.writeable = False
             books.arriving[segment.segment_id] = status
-            is_outdated = began_at is not None and books.clears.is_outdated(began_at, manifest.model)
+            is_outdated = clear_mark is not None and books.clears.is_outdated(clear_mark, manifest.model)
             if not is_outdated and books.publish(segment):
                 books.touch(books.index.path_to(segment))
             return Arrival(segment, status, blocks, self._end_arrival)

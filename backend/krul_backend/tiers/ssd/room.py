@@ -22,7 +22,7 @@ MAX_DEAD_SHARE = 0.2
 MAX_EVICTED = 128
 """The most segments that are evicted in one hold of the tier's lock."""
 
-BREATH_S = 1e-4
+LOCK_PAUSE_S = 1e-4
 """Pause between two holds of the lock. It is not a fair lock: without a pause nobody else would get it."""
 
 
@@ -79,7 +79,7 @@ class Room:
                 has_evicted = not has_dead and not is_worth_it and self._evict(max(shortfall, lacking_bytes))
                 is_any_busy = any(self._writer.is_busy(file) for file in self._writer.files.values())
             if has_evicted:
-                time.sleep(BREATH_S)
+                time.sleep(LOCK_PAUSE_S)
             elif has_dead:
                 self.remove_dead()
             elif worst is not None:

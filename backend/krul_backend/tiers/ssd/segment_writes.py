@@ -16,7 +16,7 @@ from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
 from krul_backend.tiers.ssd.recovery import ClearFile
-from krul_backend.tiers.ssd.room import BREATH_S, Room
+from krul_backend.tiers.ssd.room import LOCK_PAUSE_S, Room
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ class SegmentWrites:
         """Take segments out, those that have not left yet."""
         left = iter(segments)
         while some := list(itertools.islice(left, _MAX_REMOVED)):
-            time.sleep(BREATH_S)
+            time.sleep(LOCK_PAUSE_S)
             with self._state.lock:
                 for segment in some:
                     if segment.is_indexed:

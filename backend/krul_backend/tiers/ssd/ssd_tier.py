@@ -23,7 +23,7 @@ from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.own_files import DirectoryLock, format_directory, remove_older_formats
 from krul_backend.tiers.ssd.reader import PieceReader
 from krul_backend.tiers.ssd.recovery import Recovery
-from krul_backend.tiers.ssd.room import BREATH_S, Room
+from krul_backend.tiers.ssd.room import LOCK_PAUSE_S, Room
 from krul_backend.tiers.ssd.segment_reads import MAX_READS_AT_ONCE, PROBE_NUM_BYTES, SegmentReads
 from krul_backend.tiers.ssd.segment_writes import SegmentWrites
 
@@ -180,7 +180,7 @@ class SsdTier(LowerTier):
                         state.catalog.add(segment)
             if not go_on():
                 return False
-            time.sleep(BREATH_S)
+            time.sleep(LOCK_PAUSE_S)
         return True
 
     def wait_until_open(self, timeout_s: float) -> bool:

@@ -12,12 +12,13 @@ from krul_backend.segment import TokenIds
 from krul_backend.tiers.common.interface import Prefetched
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
-from krul_sglang.engine.restore import held_lease, waiting_leases
+from krul_sglang.engine.restore import held_lease, returning_requests
 from krul_sglang.engine.restore.held_lease import MAX_RENEW_INTERVAL_S, RENEW_INTERVAL_S
-from krul_sglang.engine.restore.waiting_leases import (
+from krul_sglang.engine.restore.returning_request import Prompt
+from krul_sglang.engine.restore.returning_requests import (
     RETRY_MISS_S,
     RETRY_PREFETCH_S,
-    WaitingLeases,
+    ReturningRequests,
 )
 from tests.support.store_builders import Clock, page_keys, tokens_of
 from tests.support.tiered_builders import (
@@ -28,6 +29,7 @@ from tests.support.tiered_builders import (
     AskedAtOnce,
     Rig,
     content_of,
+    look_up,
     put_below,
     put_in_dram,
     tiers_of,
@@ -48,8 +50,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def waiting(rig: Rig, clock: Clock) -> WaitingLeases:
-    return WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+def waiting(rig: Rig, clock: Clock) -> ReturningRequests:
+    return ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
 
 
 def lookups(rig: Rig) -> int:
@@ -64,7 +66,7 @@ def wait_until_read(rig: Rig, num_segments: int = 1, num_holds: int = 0) -> None
         time.sleep(0.01)
 
 
-def look_ahead(waiting: WaitingLeases, rids: str, keys: Sequence[tuple[str, ...]] = ()) -> list[int]:
+def look_ahead(waiting: ReturningRequests, rids: str, keys: Sequence[tuple[str, ...]] = ()) -> list[int]:
     """What is promised to requests that wait in this order, each named by a letter: its conversation."""
     with waiting.looking_ahead() as queue:
         queue += rids
@@ -72,13 +74,13 @@ def look_ahead(waiting: WaitingLeases, rids: str, keys: Sequence[tuple[str, ...]
         return [promise(waiting, rid, of_rid) for rid, of_rid in zip(rids, keys, strict=True)]
 
 
-def wait_a_round(waiting: WaitingLeases, rids: str) -> None:
+def wait_a_round(waiting: ReturningRequests, rids: str) -> None:
     """A scheduling round that looks up none of the requests that wait."""
     with waiting.looking_ahead() as queue:
         queue += rids
 
 
-def end_all(rig: Rig, waiting: WaitingLeases, rids: str) -> str:
+def end_all(rig: Rig, waiting: ReturningRequests, rids: str) -> str:
     """End the leases of these requests, one after the other; returns who held one."""
     held = {rid: waiting.take(rid) for rid in rids}
     for lease in filter(None, held.values()):
@@ -88,23 +90,25 @@ def end_all(rig: Rig, waiting: WaitingLeases, rids: str) -> str:
     return "".join(rid for rid in rids if held[rid])
 
 
-def promise(waiting: WaitingLeases, rid: str = "r", keys: tuple[str, ...] = KEYS) -> int:
-    return waiting.hold(rid, keys, lambda: tokens_of(keys))
+def promise(waiting: ReturningRequests, rid: str = "r", keys: tuple[str, ...] = KEYS) -> int:
+    return look_up(waiting, rid, keys)
 
 
-def test_the_store_is_asked_once_for_what_is_in_dram(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
+def test_the_store_is_asked_once_for_what_is_in_dram(
+    rig: Rig, waiting: ReturningRequests, clock: Clock
+) -> None:
     put_in_dram(rig, "c", 0, 3)
     for _ in range(5):
         clock.now_s += 10 * RENEW_INTERVAL_S
         assert promise(waiting) == 3
     assert lookups(rig) == 1
-    assert len(waiting) == 1
+    assert waiting.num_leases == 1
     waiting.release("r")
     rig.assert_nothing_is_held()
 
 
 def test_a_miss_holds_nothing_and_is_asked_again_a_second_later(
-    rig: Rig, waiting: WaitingLeases, clock: Clock
+    rig: Rig, waiting: ReturningRequests, clock: Clock
 ) -> None:
     asked: list[None] = []
 
@@ -113,11 +117,12 @@ def test_a_miss_holds_nothing_and_is_asked_again_a_second_later(
         return tokens_of(KEYS)
 
     for _ in range(100):
-        assert waiting.hold("r", KEYS, tokens) == 0
+        waiting.expect("r", Prompt(17, 0, tokens))
+        assert waiting.look_up("r", KEYS) == 0
         # As the radix cache does in each round that finds nothing.
         waiting.set_aside("r")
         clock.now_s += RETRY_MISS_S / 200
-    assert (lookups(rig), len(asked), len(waiting)) == (1, 1, 0)
+    assert (lookups(rig), len(asked), waiting.num_leases) == (1, 1, 0)
     put_in_dram(rig, "c", 0, 2)
     assert promise(waiting) == 0
     clock.now_s += RETRY_MISS_S / 2
@@ -126,7 +131,7 @@ def test_a_miss_holds_nothing_and_is_asked_again_a_second_later(
     rig.assert_nothing_is_held()
 
 
-def test_a_miss_counts_for_its_request_and_its_pages_alone(rig: Rig, waiting: WaitingLeases) -> None:
+def test_a_miss_counts_for_its_request_and_its_pages_alone(rig: Rig, waiting: ReturningRequests) -> None:
     assert promise(waiting) == 0
     put_in_dram(rig, "c", 0, 4)
     # Another request, more or other pages of the same one, and the same one after its release.
@@ -140,7 +145,7 @@ def test_a_miss_counts_for_its_request_and_its_pages_alone(rig: Rig, waiting: Wa
     rig.assert_nothing_is_held()
 
 
-def test_misses_are_forgotten_with_their_requests(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
+def test_misses_are_forgotten_with_their_requests(rig: Rig, waiting: ReturningRequests, clock: Clock) -> None:
     assert promise(waiting) == 0
     put_in_dram(rig, "c", 0, 4)
     waiting.release_all()
@@ -150,10 +155,11 @@ def test_misses_are_forgotten_with_their_requests(rig: Rig, waiting: WaitingLeas
     for i in range(100):
         assert promise(waiting, f"r{i}", keys=page_keys("d", 0, 4)) == 0
         clock.now_s += RETRY_MISS_S / 10
-        assert waiting.num_misses <= 11
+        wait_a_round(waiting, "")
+        assert len(waiting) <= 11
 
 
-def test_a_run_with_another_end_is_another_promise(rig: Rig, waiting: WaitingLeases) -> None:
+def test_a_run_with_another_end_is_another_promise(rig: Rig, waiting: ReturningRequests) -> None:
     """Two prompts may begin alike and have as many pages."""
     put_in_dram(rig, "c", 0, 4)
     assert promise(waiting) == 4
@@ -164,7 +170,7 @@ def test_a_run_with_another_end_is_another_promise(rig: Rig, waiting: WaitingLea
 
 
 def test_what_lies_below_comes_up_while_a_request_waits(
-    rig: Rig, waiting: WaitingLeases, clock: Clock
+    rig: Rig, waiting: ReturningRequests, clock: Clock
 ) -> None:
     put_in_dram(rig, "c", 0, 1)
     put_below(rig.ssd, "c", 1, 4)
@@ -183,7 +189,7 @@ def test_what_lies_below_comes_up_while_a_request_waits(
 
 
 def test_a_lookup_ahead_fetches_at_once_and_is_renewed_like_any(
-    rig: Rig, waiting: WaitingLeases, clock: Clock
+    rig: Rig, waiting: ReturningRequests, clock: Clock
 ) -> None:
     put_below(rig.ssd, "c", 0, 4)
     assert look_ahead(waiting, "r", [KEYS]) == [4]
@@ -198,7 +204,7 @@ def test_a_lookup_ahead_fetches_at_once_and_is_renewed_like_any(
 
 
 def test_what_found_no_room_is_fetched_when_there_is_some(
-    rig: Rig, waiting: WaitingLeases, clock: Clock
+    rig: Rig, waiting: ReturningRequests, clock: Clock
 ) -> None:
     put_below(rig.ssd, "c", 0, 4)
     reservation = rig.host.reserve((64 * 64,))
@@ -225,9 +231,9 @@ def test_requests_that_wait_pin_no_more_than_they_may(rig: Rig, num_segments: fl
     for name in "abc":
         put_in_dram(rig, name, 0, 4)
     max_ahead_bytes = int(num_segments * sum(SIZES))
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=max_ahead_bytes)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=max_ahead_bytes)
     assert look_ahead(waiting, "abc") == [4, 4, 4]
-    assert rig.store.stats().num_leases == len(waiting) == len(expected)
+    assert rig.store.stats().num_leases == waiting.num_leases == len(expected)
     assert promise(waiting, "c", page_keys("c", 0, 4)) == 4
     assert end_all(rig, waiting, "abc") == expected + "c"
 
@@ -236,10 +242,10 @@ def test_what_is_in_dram_is_held_as_far_as_it_fits(rig: Rig) -> None:
     put_in_dram(rig, "a", 0, 4)
     put_in_dram(rig, "b", 0, 4)
     put_in_dram(rig, "c", 0, 2, (10, 10))
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=sum(SIZES) + 20)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=sum(SIZES) + 20)
     for _ in range(2):
         assert look_ahead(waiting, "abc") == [4, 4, 2]
-        assert len(waiting) == 2
+        assert waiting.num_leases == 2
     waiting.release("b")
     assert end_all(rig, waiting, "abc") == "ac"
 
@@ -247,7 +253,7 @@ def test_what_is_in_dram_is_held_as_far_as_it_fits(rig: Rig) -> None:
 def test_one_that_comes_to_the_front_gets_the_room_of_the_last(rig: Rig) -> None:
     for name in "abc":
         put_in_dram(rig, name, 0, 4)
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=2 * sum(SIZES))
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=2 * sum(SIZES))
     look_ahead(waiting, "ab")
     look_ahead(waiting, "cab")
     assert end_all(rig, waiting, "abc") == "ac"
@@ -258,13 +264,13 @@ def test_one_outside_of_the_queue_counts_as_the_last(rig: Rig, clock: Clock) -> 
     put_in_dram(rig, "a", 0, 4)
     put_in_dram(rig, "b", 0, 4)
     put_below(rig.ssd, "c", 0, 4)
-    waiting = WaitingLeases(
+    waiting = ReturningRequests(
         rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=2 * sum(SIZES)
     )
     for name in "ab":
         promise(waiting, name, page_keys(name, 0, 4))
     look_ahead(waiting, "c")
-    assert len(waiting) == 2
+    assert waiting.num_leases == 2
     wait_until_read(rig)
     assert end_all(rig, waiting, "abc") == "ac"
 
@@ -273,7 +279,7 @@ def test_what_waits_below_dram_is_prefetched_when_there_is_room(rig: Rig, clock:
     put_in_dram(rig, "a", 0, 4)
     put_below(rig.ssd, "b", 0, 4)
     put_below(rig.ssd, "c", 0, 1, (10, 10))
-    waiting = WaitingLeases(
+    waiting = ReturningRequests(
         rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=sum(SIZES) + 20
     )
     for _ in range(2):
@@ -297,7 +303,9 @@ def test_a_request_keeps_its_place_in_dram_when_its_prefix_on_the_device_changes
 ) -> None:
     put_below(rig.ssd, "c", 0, 4)
     put_below(rig.ssd, "d", 0, 4)
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=sum(SIZES))
+    waiting = ReturningRequests(
+        rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=sum(SIZES)
+    )
     assert look_ahead(waiting, "c", [KEYS[1:]]) == [3]
     wait_until_read(rig)
     assert look_ahead(waiting, "cd") == [4, 4]
@@ -312,7 +320,7 @@ def test_a_request_keeps_its_place_in_dram_when_its_prefix_on_the_device_changes
 
 def test_a_segment_that_requests_share_counts_once(rig: Rig) -> None:
     put_in_dram(rig, "c", 0, 4)
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=sum(SIZES))
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=sum(SIZES))
     put_in_dram(rig, "d", 0, 4)
     shared = [KEYS, KEYS[:3], page_keys("d", 0, 4), KEYS[:2]]
     assert look_ahead(waiting, "abdc", shared) == [4, 3, 4, 2]
@@ -323,7 +331,7 @@ def test_the_next_one_gets_the_room_of_those_behind_it(rig: Rig, clock: Clock) -
     put_in_dram(rig, "a", 0, 4)
     put_in_dram(rig, "b", 0, 4)
     put_below(rig.ssd, "c", 0, 4)
-    waiting = WaitingLeases(
+    waiting = ReturningRequests(
         rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=2 * sum(SIZES)
     )
     assert look_ahead(waiting, "ab") == [4, 4]
@@ -337,11 +345,11 @@ def test_none_loses_its_room_to_one_that_it_is_not_enough_for(rig: Rig, clock: C
     put_in_dram(rig, "a", 0, 4)
     put_below(rig.ssd, "b", 0, 4)
     put_in_dram(rig, "c", 0, 2, (10, 10))
-    waiting = WaitingLeases(
+    waiting = ReturningRequests(
         rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=sum(SIZES) + 20 - 1
     )
     look_ahead(waiting, "acb")
-    assert len(waiting) == 2
+    assert waiting.num_leases == 2
     assert rig.ssd.num_reads == 0
     waiting.release("a")
     look_ahead(waiting, "bc")
@@ -354,7 +362,7 @@ def test_what_is_admitted_takes_the_room_of_the_last_in_the_queue(
     clock: Clock, num_segments: int, left: str
 ) -> None:
     rig = Rig(num_segments * (TAKEN_BYTES + FLAGS_BYTES))
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
     for name in "abc":
         put_below(rig.ssd, name, 0, 4)
     for number in range(3):
@@ -377,12 +385,12 @@ def test_an_admitted_request_takes_no_more_room_than_it_needs(clock: Clock) -> N
     for name in "abc":
         put_in_dram(rig, name, 0, 4)
     put_below(rig.ssd, "x", 0, 4)
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
     assert look_ahead(waiting, "abcx") == [4, 4, 4, 4]
     held = waiting.take("x")
     assert held is not None
     waiting.make_room(held)
-    assert len(waiting) == 2
+    assert waiting.num_leases == 2
     rig.store.release(held.lease)
     rig.host.abort(reservation)
     assert end_all(rig, waiting, "abc") == "ab"
@@ -391,7 +399,7 @@ def test_an_admitted_request_takes_no_more_room_than_it_needs(clock: Clock) -> N
 def test_after_a_refusal_none_asks_for_a_while_and_then_all_do_in_their_order(clock: Clock) -> None:
     """Neither those behind the one that was refused, nor those that come later, get before it."""
     rig = Rig(2 * (TAKEN_BYTES + FLAGS_BYTES))
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
     reservation = rig.host.reserve((2 * (TAKEN_BYTES + FLAGS_BYTES),))
     assert reservation is not None
     for name in "abcd":
@@ -426,7 +434,7 @@ def test_after_a_refusal_none_asks_for_a_while_and_then_all_do_in_their_order(cl
 def test_an_admitted_request_gets_room_while_much_is_being_prefetched(clock: Clock) -> None:
     """Its load is not limited as prefetches are: what it lacks is room."""
     rig = Rig(4 * TAKEN_BYTES + 256 + 64 + FLAGS_BYTES)
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
     for name in "abcd":
         put_in_dram(rig, name, 0, 4)
     put_below(rig.ssd, "e", 0, 4, (200, 40))
@@ -447,7 +455,7 @@ def test_an_admitted_request_gets_room_while_much_is_being_prefetched(clock: Clo
 
 def test_what_is_on_its_way_gives_no_room(clock: Clock) -> None:
     rig = Rig(3 * TAKEN_BYTES + 2 * FLAGS_BYTES)
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
     put_in_dram(rig, "a", 0, 4)
     for name in "bx":
         put_below(rig.ssd, name, 0, 4)
@@ -469,7 +477,7 @@ def test_what_is_on_its_way_gives_no_room(clock: Clock) -> None:
 
 def test_the_first_that_found_no_room_gets_that_of_those_behind_it(clock: Clock) -> None:
     rig = Rig(4 * TAKEN_BYTES + FLAGS_BYTES)
-    waiting = WaitingLeases(
+    waiting = ReturningRequests(
         rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=3 * sum(SIZES)
     )
     for name in "bcd":
@@ -488,7 +496,7 @@ def test_the_first_that_found_no_room_gets_that_of_those_behind_it(clock: Clock)
 
 def test_one_that_may_have_no_more_in_dram_holds_nobody_up(clock: Clock) -> None:
     rig = Rig(tenant_quota=0.05)
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
     for name in "ab":
         put_below(rig.ssd, name, 0, 4, tenant="t")
     put_below(rig.ssd, "c", 0, 1, (10, 10))
@@ -508,7 +516,7 @@ def test_one_that_may_have_no_more_in_dram_holds_nobody_up(clock: Clock) -> None
 def test_a_segment_below_dram_that_requests_share_counts_once(rig: Rig, clock: Clock) -> None:
     put_below(rig.ssd, "c", 0, 4)
     put_below(rig.ssd, "d", 0, 1, (10, 10))
-    waiting = WaitingLeases(
+    waiting = ReturningRequests(
         rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=sum(SIZES) + 20
     )
     look_ahead(waiting, "abd", [KEYS, KEYS[:3], page_keys("d", 0, 1)])
@@ -518,7 +526,7 @@ def test_a_segment_below_dram_that_requests_share_counts_once(rig: Rig, clock: C
 
 def test_a_store_that_fails_leaves_no_lease(
     rig: Rig,
-    waiting: WaitingLeases,
+    waiting: ReturningRequests,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -551,9 +559,9 @@ def test_a_store_that_fails_leaves_no_lease(
 
 
 def test_many_leases_are_renewed_in_several_rounds(
-    rig: Rig, waiting: WaitingLeases, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, waiting: ReturningRequests, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_leases, "MAX_RENEWED_PAGES", 5)
+    monkeypatch.setattr(returning_requests, "MAX_RENEWED_PAGES", 5)
     for name in "abc":
         put_below(rig.ssd, name, 0, 4)
     before = lookups(rig)
@@ -574,7 +582,7 @@ def test_a_round_in_which_nothing_changes_goes_through_no_lease(
     put_below(rig.ssd, "c", 0, 4)
     rig.ssd.reads_go_on.clear()
     # There is no room for "c".
-    waiting = WaitingLeases(
+    waiting = ReturningRequests(
         rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=2 * sum(SIZES)
     )
     look_ahead(waiting, "abc")
@@ -594,7 +602,9 @@ def test_a_round_in_which_nothing_changes_goes_through_no_lease(
     rig.assert_nothing_is_held()
 
 
-def test_between_two_renewals_the_store_is_left_alone(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
+def test_between_two_renewals_the_store_is_left_alone(
+    rig: Rig, waiting: ReturningRequests, clock: Clock
+) -> None:
     put_below(rig.ssd, "c", 0, 4)
     rig.ssd.reads_go_on.clear()
     assert look_ahead(waiting, "r", [KEYS]) == [4]
@@ -610,7 +620,9 @@ def test_between_two_renewals_the_store_is_left_alone(rig: Rig, waiting: Waiting
     rig.assert_nothing_is_held()
 
 
-def test_each_renewal_is_later_than_the_one_before(rig: Rig, waiting: WaitingLeases, clock: Clock) -> None:
+def test_each_renewal_is_later_than_the_one_before(
+    rig: Rig, waiting: ReturningRequests, clock: Clock
+) -> None:
     put_below(rig.ssd, "c", 0, 4)
     rig.ssd.reads_go_on.clear()
     look_ahead(waiting, "r", [KEYS])
@@ -637,7 +649,7 @@ def test_each_renewal_is_later_than_the_one_before(rig: Rig, waiting: WaitingLea
 
 
 def test_a_renewed_lease_is_never_shorter(
-    rig: Rig, waiting: WaitingLeases, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, waiting: ReturningRequests, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_below(rig.ssd, "c", 0, 4)
     lease, shorter = rig.store.lease, KEYS[:2]
@@ -655,7 +667,7 @@ def test_a_renewed_lease_is_never_shorter(
 
 
 def test_a_promise_outlives_a_store_that_finds_it_no_more(
-    rig: Rig, waiting: WaitingLeases, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, waiting: ReturningRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_below(rig.ssd, "c", 0, 4)
     assert promise(waiting) == 4
@@ -667,16 +679,16 @@ def test_a_promise_outlives_a_store_that_finds_it_no_more(
     rig.assert_nothing_is_held()
 
 
-def test_other_pages_are_another_promise(rig: Rig, waiting: WaitingLeases) -> None:
+def test_other_pages_are_another_promise(rig: Rig, waiting: ReturningRequests) -> None:
     put_in_dram(rig, "c", 0, 4)
     assert promise(waiting) == 4
     assert promise(waiting, keys=KEYS[1:]) == 3
-    assert len(waiting) == 1
+    assert waiting.num_leases == 1
     waiting.release_all()
     rig.assert_nothing_is_held()
 
 
-def test_what_was_taken_is_the_takers(rig: Rig, waiting: WaitingLeases) -> None:
+def test_what_was_taken_is_the_takers(rig: Rig, waiting: ReturningRequests) -> None:
     put_in_dram(rig, "c", 0, 4)
     promise(waiting)
     held = waiting.take("r")
@@ -697,7 +709,7 @@ def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
     rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held_lease, "RECOMPUTED_TOKENS", 4)
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
     keys = page_keys("new", 0, 20)
     put_in_dram(rig, "new", 0, 3)
     put_in_dram(rig, "old", 5, 12)
@@ -708,7 +720,7 @@ def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
         return moved_run(5, 14)
 
     def hold(rid: str, find_run: FindRun) -> int:
-        return waiting.hold(rid, keys, lambda: tokens_of(keys), find_run)
+        return look_up(waiting, rid, keys, find_run)
 
     for _ in range(3):
         # Seven pages from token 10 on.
@@ -729,7 +741,7 @@ def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
     assert hold("f", find) == 3
     waiting.max_head_tokens += 1
     assert hold("g", find) > 3
-    assert len(waiting) == 6
+    assert waiting.num_leases == 6
     waiting.release_all()
     rig.assert_nothing_is_held()
 
@@ -738,10 +750,10 @@ def test_a_moved_run_comes_to_dram_while_its_request_waits(
     rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held_lease, "RECOMPUTED_TOKENS", 4)
-    waiting = WaitingLeases(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
     keys = page_keys("new", 0, 20)
     put_below(rig.ssd, "old", 5, 9)
-    assert waiting.hold("a", keys, lambda: tokens_of(keys), lambda num_found: moved_run(5, 9)) > 0
+    assert look_up(waiting, "a", keys, lambda num_found: moved_run(5, 9)) > 0
     wait_a_round(waiting, "a")
     wait_until_read(rig)
     held = waiting.take("a")

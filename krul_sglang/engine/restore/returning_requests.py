@@ -1,4 +1,4 @@
-"""Holds the leases of waiting requests, and promotes what they lease to DRAM while they wait."""
+"""Follows requests whose prefix may be stored, from their first lookup until their load starts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from krul_backend.segment import TokenIds
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import Lease, Prefetched
+from krul_backend.tiers.common.interface import Prefetched
 from krul_sglang.engine.common.asking import AskingThread, Question
-from krul_sglang.engine.common.moved_runs import FindRun
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore.held_lease import (
     RENEW_INTERVAL_S,
@@ -23,6 +21,8 @@ from krul_sglang.engine.restore.held_lease import (
     LeaseFinder,
     SegmentBytes,
 )
+from krul_sglang.engine.restore.load_batch import Load
+from krul_sglang.engine.restore.returning_request import Prompt, Renewed, ReturningRequest, State
 
 RETRY_PREFETCH_S = 0.2
 """Seconds before anything is prefetched again after the store refused to."""
@@ -55,31 +55,14 @@ class _Room:
         return sum(num_bytes for key, num_bytes in segments.items() if key not in self._segments)
 
 
-@dataclass(frozen=True, eq=False)
-class _Lookup:
-    """Asks for a lease of ``run``. ``before``: the lease that it replaces, kept until there is one."""
-
-    run: KeyRun
-    question: Question[HeldLease | None]
-    before: HeldLease | None
-
-
 class _RenewalRound:
     """Says whether the prefetches of one scheduling round go on: not after one that was refused."""
 
     is_refused = False
 
 
-@dataclass(frozen=True)
-class _Renewed:
-    """A lease in place of an earlier one (None: nothing was found), and what was prefetched before."""
-
-    lease: Lease | None
-    prefetched: Prefetched
-
-
-class WaitingLeases:
-    """Holds leases by request id, until they are taken for a load or released. For the scheduler's thread.
+class ReturningRequests:
+    """Holds the requests whose prefix may be stored, by their ids. For the scheduler's thread.
 
     SGLang looks a waiting request up in each scheduling round that tries to admit it; the store is asked in
     the first one, by ``asking``, whose patience says how long a round waits for the answer. A late answer is
@@ -92,7 +75,8 @@ class WaitingLeases:
     the first of them what it needs; a segment that several share counts once. Behind the first that does not
     fit nothing is prefetched: what lies below DRAM stays held there, what is in DRAM as far as it fits.
 
-    Every lease that the store grants is taken or released, whenever its answer comes.
+    Every lease that the store grants goes to a load or is released, whenever its answer comes. A request is
+    forgotten when its load starts, and by ``release``: when it ends, for whatever reason.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     """
@@ -113,30 +97,34 @@ class WaitingLeases:
         self._model = model
         self._asking = asking
         self._clock = clock
-        self._held: dict[str, HeldLease] = {}
-        self._lookups: dict[str, _Lookup] = {}
-        # Of those in ``_held``.
-        self._renewals: dict[str, Question[_Renewed | None]] = {}
+        self._requests: dict[str, ReturningRequest] = {}
         # Loads that room may still have to be made for, when the answer comes.
         self._prefetches: list[tuple[HeldLease, Question[Prefetched]]] = []
-        # Ids of those in ``_held`` that nobody may want, and when their leases go back.
-        self._unclaimed: dict[str, float] = {}
         # Ids of requests that waited in the last round, the next one first.
         self._queue: tuple[str, ...] = ()
         # Whether leases came or went since the last round, and when there is something to do even if not.
         self._has_changed = False
         self._settle_at_s = math.inf
         self._prefetch_at_s = -math.inf
-        # By request id, the oldest first: of which run the store had nothing, and when it was asked.
-        self._missed: dict[str, tuple[KeyRun, float]] = {}
 
     def __len__(self) -> int:
-        return len(self._held) + sum(lookup.before is not None for lookup in self._lookups.values())
+        """How many requests are known."""
+        return len(self._requests)
 
     @property
-    def num_misses(self) -> int:
-        """Requests of which the store had nothing lately."""
-        return len(self._missed)
+    def num_leases(self) -> int:
+        """How many leases are held for requests whose load is not planned."""
+        return sum(request.lease is not None for request in self._requests.values())
+
+    @property
+    def queue(self) -> tuple[str, ...]:
+        """Ids of requests that waited in the last round, the next one first."""
+        return self._queue
+
+    def state(self, rid: str) -> State:
+        """How far a request is; ``WAITS`` also for one that is not known."""
+        request = self._requests.get(rid)
+        return State.WAITS if request is None else request.state
 
     @contextmanager
     def looking_ahead(self) -> Iterator[list[str]]:
@@ -154,39 +142,43 @@ class WaitingLeases:
             self._queue = tuple(queue)
             self._settle(now_s)
 
-    def hold(
-        self,
-        rid: str,
-        page_keys: Sequence[str],
-        token_ids: Callable[[], TokenIds],
-        find_run: FindRun | None = None,
-    ) -> int:
+    def expect(self, rid: str, prompt: Prompt) -> None:
+        """Say what the pages of the next ``look_up`` of a request stand for."""
+        request = self._requests.setdefault(rid, ReturningRequest(prompt))
+        request.prompt = prompt
+
+    def prompt(self, rid: str) -> Prompt:
+        """What was said of a request that is known."""
+        return self._requests[rid].prompt
+
+    def look_up(self, rid: str, page_keys: Sequence[str]) -> int:
         """Hold a lease of the first of ``page_keys`` (at least one); returns how many can be restored.
 
-        0 also if the answer is late: a later call returns it. ``token_ids``: as for ``KVStore.lease``; called
-        only if the store is asked. ``find_run``, if given, may find more of the prompt at other places; it is
-        called in the thread that asks.
+        0 also if the answer is late: a later call returns it.
         """
         run = KeyRun.of(page_keys)
-        held, lookup, missed = self._held.get(rid), self._lookups.get(rid), self._missed.get(rid)
-        if held is None or held.run != run:
-            if lookup is None or lookup.run != run:
-                if missed is not None and missed[0] == run and self._clock() < missed[1] + RETRY_MISS_S:
-                    return 0
-                lookup = self._look_up(rid, run, page_keys, token_ids(), find_run)
-            if not lookup.question.wait(self._asking.patience):
+        request = self._requests[rid]
+        if request.run != run or (request.question is None and request.lease is None):
+            if request.run == run and self._clock() < request.missed_s + RETRY_MISS_S:
                 return 0
-            held = self._found(rid, lookup)
-        self._unclaimed.pop(rid, None)
-        return 0 if held is None else held.num_pages(self._model.identity.page_size)
+            self._ask(request, run, page_keys)
+        if request.question is not None:
+            if not request.question.wait(self._asking.patience):
+                return 0
+            self._use_found(request, request.question)
+        request.give_back_at_s = math.inf
+        return 0 if request.lease is None else request.lease.num_pages(self._model.identity.page_size)
 
     def take(self, rid: str) -> HeldLease | None:
         """Hand the lease over to the caller, who releases it; None if there is none."""
-        self._missed.pop(rid, None)
-        if rid in self._renewals and self._renewals[rid].is_answered:
-            self._renew_with_answer(rid)
-        renewal = self._renewals.pop(rid, None)
-        held = self._pop(rid)
+        request = self._requests.get(rid)
+        if request is None:
+            return None
+        request.missed_s = -math.inf
+        if request.renewal is not None and request.renewal.is_answered:
+            self._use_renewal(request, request.renewal)
+        renewal, request.renewal = request.renewal, None
+        held = self._pop(request)
         if held is None or held.lease.is_in_dram:
             self._drop(renewal)
             return held
@@ -203,7 +195,7 @@ class WaitingLeases:
     def make_room(self, held: HeldLease) -> None:
         """Begin to read what a load will need from below DRAM. If there is no room for it, those that wait
         lose as much, the last ones first."""
-        if held.lease.is_in_dram or not self._held:
+        if held.lease.is_in_dram or not any(request.held for request in self._requests.values()):
             return
         identity, page_keys, token_ids = self._model.identity, held.page_keys, held.token_ids
         prefetch = self._asking.ask(lambda: self._store.prefetch(identity, page_keys, token_ids()))
@@ -212,70 +204,98 @@ class WaitingLeases:
         else:
             self._prefetches.append((held, prefetch))
 
+    def queue_load(self, rid: str, load: Load) -> None:
+        """Have the load of a request start with the next batch. The load owns its lease."""
+        self._requests[rid].load = load
+
+    def queued_load(self, rid: str) -> Load | None:
+        """The load of a request that has not started; None if there is none."""
+        request = self._requests.get(rid)
+        return None if request is None else request.load
+
+    def cancel_load(self, rid: str) -> bool:
+        """Take back a load that has not started; False if there is none."""
+        request = self._requests.get(rid)
+        if request is None or request.load is None:
+            return False
+        self._store.release(request.load.lease)
+        request.load = None
+        if request.state is State.WAITS:
+            del self._requests[rid]
+        return True
+
+    def start_loads(self) -> dict[str, Load]:
+        """The loads that start now, by request; these requests are forgotten."""
+        loads = {rid: request.load for rid, request in self._requests.items() if request.load is not None}
+        for rid in loads:
+            self._requests[rid].load = None
+            self.end_lease(rid)
+        return loads
+
     def set_aside(self, rid: str) -> None:
         """This round cannot use the lease of ``rid``, if it has one: it goes back soon, unless a later one
         can."""
-        if rid in self._held:
-            self._unclaimed[rid] = self._clock() + UNCLAIMED_S
+        request = self._requests.get(rid)
+        if request is not None and request.held is not None:
+            request.give_back_at_s = self._clock() + UNCLAIMED_S
+
+    def end_lease(self, rid: str) -> None:
+        """End the lease of a request, which is forgotten unless its load is planned."""
+        request = self._requests.get(rid)
+        if request is None:
+            return
+        question, request.question = request.question, None
+        self._drop(question)
+        self._give_back(request)
+        request.missed_s = -math.inf
+        if request.load is None:
+            del self._requests[rid]
 
     def release(self, rid: str) -> None:
-        """Forget a request: end its lease, and ask the store again if it comes back."""
-        self._missed.pop(rid, None)
-        self._give_back(rid)
-        lookup = self._lookups.pop(rid, None)
-        if lookup is not None:
-            self._drop(lookup.question)
-            if lookup.before is not None:
-                self._store.release(lookup.before.lease)
+        """Forget a request: end its lease, cancel its load, and ask the store again if it comes back."""
+        self.end_lease(rid)
+        self.cancel_load(rid)
 
     def release_all(self) -> None:
-        for rid in [*self._held, *self._lookups, *self._missed]:
+        for rid in [*self._requests]:
             self.release(rid)
         self._prefetches.clear()
+        self._queue = ()
 
-    def _look_up(
-        self,
-        rid: str,
-        run: KeyRun,
-        page_keys: Sequence[str],
-        token_ids: TokenIds,
-        find_run: FindRun | None,
-    ) -> _Lookup:
+    def _ask(self, request: ReturningRequest, run: KeyRun, page_keys: Sequence[str]) -> None:
         """Ask for a lease in place of the one that is held, if any."""
-        self._missed.pop(rid, None)
-        before = self._pop(rid)
-        earlier = self._lookups.pop(rid, None)
-        if earlier is not None:
-            # It was asked for another run, so that nothing is held meanwhile.
-            self._drop(earlier.question)
-            before = earlier.before
+        self._has_changed |= request.held is not None
+        request.give_back_at_s, request.missed_s = math.inf, -math.inf
+        self._drop(request.question)
+        self._drop(request.renewal)
+        request.renewal = None
+        token_ids, find_run = request.prompt.token_ids(), request.prompt.find_run
         finder = LeaseFinder(self._store, self._model.identity, self.max_head_tokens, self._clock)
-        question = self._asking.ask(lambda: finder.find(page_keys, token_ids, find_run))
-        lookup = self._lookups[rid] = _Lookup(run, question, before)
-        return lookup
+        request.run = run
+        request.question = self._asking.ask(lambda: finder.find(page_keys, token_ids, find_run))
 
-    def _found(self, rid: str, lookup: _Lookup) -> HeldLease | None:
-        """Hold what a lookup that is answered has found; None if that is nothing."""
-        del self._lookups[rid]
-        held = lookup.question.answer(None)
-        if lookup.before is not None:
-            self._store.release(lookup.before.lease)
-        if held is None:
-            self._note_miss(rid, lookup.run)
+    def _use_found(self, request: ReturningRequest, question: Question[HeldLease | None]) -> None:
+        """Hold what a lookup that is answered has found, if anything."""
+        request.question = None
+        before, request.lease = request.lease, question.answer(None)
+        if before is not None:
+            self._store.release(before.lease)
+        if request.lease is None:
+            request.missed_s = self._clock()
         else:
-            self._held[rid] = held
             self._has_changed = True
-        return held
 
     def _use_answers(self) -> None:
         """Use answers that came after the round that asked for them."""
-        for rid, lookup in [*self._lookups.items()]:
-            if lookup.question.is_answered and self._found(rid, lookup) is not None:
-                # Its request may have been computed meanwhile; nothing is reported of that.
-                self._unclaimed[rid] = self._clock() + UNCLAIMED_S
-        for rid, renewal in [*self._renewals.items()]:
-            if renewal.is_answered:
-                self._renew_with_answer(rid)
+        for request in self._requests.values():
+            if request.question is not None and request.question.is_answered:
+                self._use_found(request, request.question)
+                if request.lease is not None:
+                    # Its request may have been computed meanwhile.
+                    request.give_back_at_s = self._clock() + UNCLAIMED_S
+        for request in self._requests.values():
+            if request.renewal is not None and request.renewal.is_answered:
+                self._use_renewal(request, request.renewal)
         prefetches, self._prefetches = self._prefetches, []
         for held, prefetch in prefetches:
             if prefetch.is_answered:
@@ -284,82 +304,89 @@ class WaitingLeases:
                 self._prefetches.append((held, prefetch))
 
     def _end_unclaimed(self, now_s: float, queue: Sequence[str]) -> None:
-        """Give leases back that nobody has asked for since they were unclaimed. Who waits may ask yet."""
-        for rid in [rid for rid, give_back_at_s in self._unclaimed.items() if now_s >= give_back_at_s]:
-            if rid not in queue:
-                self._give_back(rid)
+        """Give leases back that nobody has asked for since they were unclaimed, and forget requests of which
+        there is nothing. Who waits may ask yet."""
+        for rid, request in [*self._requests.items()]:
+            if rid in queue:
+                continue
+            if now_s >= request.give_back_at_s:
+                self._give_back(request)
+            if request.state in (State.WAITS, State.MISSED) and now_s >= request.missed_s + RETRY_MISS_S:
+                del self._requests[rid]
 
-    def _give_back(self, rid: str) -> None:
+    def _give_back(self, request: ReturningRequest) -> None:
         """End the lease of a request that may still wait, if it has one."""
-        held = self._pop(rid)
+        held = self._pop(request)
         if held is not None:
             self._store.release(held.lease)
 
-    def _pop(self, rid: str) -> HeldLease | None:
-        self._has_changed |= rid in self._held
-        self._unclaimed.pop(rid, None)
-        self._drop(self._renewals.pop(rid, None))
-        return self._held.pop(rid, None)
+    def _pop(self, request: ReturningRequest) -> HeldLease | None:
+        """Take its lease from a request."""
+        held = request.held
+        if held is None:
+            return None
+        self._has_changed = True
+        request.give_back_at_s = math.inf
+        self._drop(request.renewal)
+        request.lease = request.renewal = None
+        return held
 
-    def _drop(self, question: Question[HeldLease | None] | Question[_Renewed | None] | None) -> None:
+    def _drop(self, question: Question[HeldLease | None] | Question[Renewed | None] | None) -> None:
         """Nobody wants this answer any more: what it grants is released."""
         if question is not None:
             question.drop(self._release_answer)
 
-    def _release_answer(self, answer: HeldLease | _Renewed | None) -> None:
+    def _release_answer(self, answer: HeldLease | Renewed | None) -> None:
         """In any thread."""
         if answer is not None and answer.lease is not None:
             self._store.release(answer.lease)
 
-    def _in_order(self) -> list[str]:
+    def _in_order(self) -> list[ReturningRequest]:
         """Who holds leases, in the order of the queue; those that wait outside of it are the last."""
-        return [rid for rid in dict.fromkeys((*self._queue, *self._held)) if rid in self._held]
+        rids = dict.fromkeys((*self._queue, *self._requests))
+        requests = (self._requests[rid] for rid in rids if rid in self._requests)
+        return [request for request in requests if request.held is not None]
 
     def _settle(self, now_s: float) -> None:
         """Prefetch for those that wait, in their order, and end leases that pin too much."""
         room = _Room(self._max_ahead_bytes)
         renewals = _RenewalRound()
         # What has not been asked yet is asked in the order of now.
-        for rid in [rid for rid, renewal in self._renewals.items() if renewal.drop_unasked()]:
-            del self._renewals[rid]
+        for request in self._requests.values():
+            if request.renewal is not None and request.renewal.drop_unasked():
+                request.renewal = None
         may_prefetch = now_s >= self._prefetch_at_s
         has_room = True
         num_pages, settle_at_s = 0, math.inf
-        for rid in self._in_order():
+        for request in self._in_order():
+            held = request.held
+            assert held is not None
             # Those behind the first that does not fit do not take the room that it waits for.
-            has_room = has_room and room.fits(self._held[rid].segments)
-            if has_room and not self._held[rid].lease.is_in_dram:
-                may_renew = may_prefetch and rid not in self._renewals
-                if may_renew and now_s >= self._held[rid].renew_at_s:
-                    self._renew(rid, renewals)
-                    num_pages += len(self._held[rid].page_keys)
+            has_room = has_room and room.fits(held.segments)
+            if has_room and not held.lease.is_in_dram:
+                if may_prefetch and request.renewal is None and now_s >= held.renew_at_s:
+                    held = self._renew(request, held, renewals)
+                    num_pages += len(held.page_keys)
                     may_prefetch = not renewals.is_refused and num_pages < MAX_RENEWED_PAGES
-                if rid not in self._renewals:
-                    settle_at_s = min(settle_at_s, max(self._held[rid].renew_at_s, self._prefetch_at_s))
-            held = self._held[rid]
+                if request.renewal is None:
+                    settle_at_s = min(settle_at_s, max(held.renew_at_s, self._prefetch_at_s))
             # One that was refused is the next to get room.
-            is_next = (held.is_refused or rid in self._renewals) and has_room
+            is_next = (held.is_refused or request.renewal is not None) and has_room
             pinned = held.segments if is_next else held.pinned
             if room.fits(pinned):
                 room.add(pinned)
             else:
-                self._give_back(rid)
+                self._give_back(request)
         self._has_changed, self._settle_at_s = False, settle_at_s
 
-    def _note_miss(self, rid: str, run: KeyRun) -> None:
-        now_s = self._clock()
-        self._missed[rid] = run, now_s
-        # Nothing is reported of requests that were computed and ended: drop misses by their age.
-        for other, (_, asked_s) in [*self._missed.items()]:
-            if now_s < asked_s + RETRY_MISS_S:
-                break
-            del self._missed[other]
+    def _renew(self, request: ReturningRequest, held: HeldLease, renewals: _RenewalRound) -> HeldLease:
+        """Have what lies below DRAM prefetched, and ask for a lease of it where it is going to be.
 
-    def _renew(self, rid: str, renewals: _RenewalRound) -> None:
-        """Have what lies below DRAM prefetched, and ask for a lease of it where it is going to be."""
-        held, identity = self._held[rid], self._model.identity
+        Returns the lease that the request has then.
+        """
+        identity = self._model.identity
 
-        def renew() -> _Renewed | None:
+        def renew() -> Renewed | None:
             """None: one before it was refused."""
             if renewals.is_refused:
                 return None
@@ -367,35 +394,40 @@ class WaitingLeases:
             # Also if it was asked for before: not all may have come. What is on its way stays so.
             prefetched = self._store.prefetch(identity, held.page_keys, token_ids)
             renewals.is_refused = prefetched.is_deferred
-            return _Renewed(self._store.lease(identity, held.page_keys, token_ids), prefetched)
+            return Renewed(self._store.lease(identity, held.page_keys, token_ids), prefetched)
 
-        renewal = self._renewals[rid] = self._asking.ask(renew, is_urgent=False)
+        renewal = request.renewal = self._asking.ask(renew, is_urgent=False)
         if renewal.is_answered:
-            self._renew_with_answer(rid)
+            self._use_renewal(request, renewal)
+        assert request.lease is not None
+        return request.lease
 
-    def _renew_with_answer(self, rid: str) -> None:
-        renewed = self._renewals.pop(rid).answer(None)
+    def _use_renewal(self, request: ReturningRequest, renewal: Question[Renewed | None]) -> None:
+        """Hold what a renewal that is answered has brought."""
+        request.renewal = None
+        renewed, held = renewal.answer(None), request.lease
         self._has_changed = True
         if renewed is None or renewed.prefetched.is_deferred:
             self._prefetch_at_s = self._clock() + RETRY_PREFETCH_S
         if renewed is None:
             return
-        self._held[rid] = replace(
-            self._renewed(self._held[rid], renewed),
-            num_renewals=self._held[rid].num_renewals + 1,
+        assert held is not None
+        request.lease = replace(
+            self._renewed(held, renewed),
+            num_renewals=held.num_renewals + 1,
             # More than a tenant may have stays below DRAM, and holds nobody else up.
             is_refused=renewed.prefetched.is_deferred,
             num_arriving=renewed.prefetched.num_pages,
         )
 
-    def _ask_again(self, held: HeldLease) -> Question[_Renewed | None]:
+    def _ask_again(self, held: HeldLease) -> Question[Renewed | None]:
         """Ask for a lease in place of an earlier one, which says what has arrived in DRAM since."""
         identity, page_keys, token_ids = self._model.identity, held.page_keys, held.token_ids
         return self._asking.ask(
-            lambda: _Renewed(self._store.lease(identity, page_keys, token_ids()), Prefetched())
+            lambda: Renewed(self._store.lease(identity, page_keys, token_ids()), Prefetched())
         )
 
-    def _renewed(self, held: HeldLease, renewed: _Renewed | None) -> HeldLease:
+    def _renewed(self, held: HeldLease, renewed: Renewed | None) -> HeldLease:
         """With the new lease in place of the earlier one, unless that is better."""
         lease, unused = (None if renewed is None else renewed.lease), held.lease
         # The earlier lease is still valid.
@@ -411,18 +443,19 @@ class WaitingLeases:
         if not prefetch.answer(Prefetched()).is_deferred:
             return
         missing = sum(held.segments.values()) - sum(held.in_dram.values())
-        pins = Counter(key for other in self._held.values() for key in other.pinned)
-        for rid in reversed(self._in_order()):
-            if missing <= 0:
+        waiting = self._in_order()
+        pins = Counter(key for request in waiting if request.held for key in request.held.pinned)
+        for request in reversed(waiting):
+            of_last = request.held
+            if missing <= 0 or of_last is None:
                 break
-            of_last = self._held[rid]
             pins.subtract(of_last.pinned.keys())
             if of_last.num_arriving:
                 # What is still on its way cannot be evicted for a while.
-                of_last = self._held[rid] = self._asked_again(of_last)
+                of_last = request.lease = self._asked_again(of_last)
             missing -= sum(num_bytes for key, num_bytes in of_last.in_dram.items() if not pins[key])
             if of_last.in_dram:
-                self._give_back(rid)
+                self._give_back(request)
 
     def _asked_again(self, held: HeldLease) -> HeldLease:
         """With what has arrived in DRAM since, if the answer comes in time."""

@@ -17,9 +17,10 @@ import torch
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device
+from krul_sglang.adapter.head_attention import NoHeadsError
+from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.restore.head_attention import NoHeadsError
-from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
+from krul_sglang.engine.restore.heads import Head
 from krul_sglang.engine.restore.restore_path import HeadProof
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def init_backend(self) -> None:
         """Register the default attention backend: SGLang calls this in each worker, before it makes one."""
-        from krul_sglang.platforms import cpu_attention
+        from krul_sglang.adapter.platforms import cpu_attention
 
         cpu_attention.register()
 

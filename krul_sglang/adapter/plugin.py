@@ -21,8 +21,7 @@ def register() -> None:
     from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from krul_sglang.engine.attach import factory
-    from krul_sglang.engine.common import hook_targets
+    from krul_sglang.adapter import factory, hook_targets
 
     if get_radix_cache_factory(factory.BACKEND_NAME) is not None:
         return
@@ -45,7 +44,7 @@ def check_launch(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
     The scheduler checks again, on resolved values, also for servers that are started through Python.
     """
-    from krul_sglang.engine.attach.factory import BACKEND_NAME
+    from krul_sglang.adapter.factory import BACKEND_NAME
 
     if server_args.radix_cache_backend != BACKEND_NAME:
         return
@@ -62,7 +61,7 @@ def _check_model(server_args: Any) -> None:
     """
     from sglang.srt.configs.model_config import ModelConfig
 
-    from krul_sglang.engine.common.unsupported import check_model, model_facts
+    from krul_sglang.adapter.unsupported import check_model, model_facts
 
     try:
         facts = model_facts(ModelConfig.from_server_args(server_args))
@@ -76,9 +75,9 @@ def _check_model(server_args: Any) -> None:
 def _check(server_args: Any) -> None:
     """Raises KrulError, whose text is the line to show, if krul cannot serve with these arguments."""
     from krul_backend.errors import ConfigError
+    from krul_sglang.adapter.hook_targets import check_version
+    from krul_sglang.adapter.unsupported import check_flags, flags_of
     from krul_sglang.config import FLAG, KrulConfig
-    from krul_sglang.engine.common.hook_targets import check_version
-    from krul_sglang.engine.common.unsupported import check_flags, flags_of
 
     check_version()
     flag_values = server_args.unified_cache_external_linker_config

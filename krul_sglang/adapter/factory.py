@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from krul_backend.strategy.strategy import SUBSPACE
-from krul_sglang.config import KrulConfig
-from krul_sglang.engine.cache.runtime import KrulRuntime
-from krul_sglang.engine.common.hook_targets import (
+from krul_sglang.adapter.hook_targets import (
     SCHEDULER_INIT,
     IncompatibleEngineError,
     verify_engine,
 )
-from krul_sglang.engine.common.moved_runs import MOVED_TOKENS
-from krul_sglang.engine.common.unsupported import (
+from krul_sglang.adapter.runtime import KrulRuntime
+from krul_sglang.adapter.unsupported import (
     SMALL_PAGES,
     check_flags,
     check_model,
     model_facts,
     options_of,
 )
+from krul_sglang.config import KrulConfig
+from krul_sglang.engine.common.moved_runs import MOVED_TOKENS
 from krul_sglang.traced_restore import RESTORES
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def select_linker(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         unified_cache_external_linker_backend="dynamic",
         unified_cache_external_linker_config={
             "linker": "KrulLinker",
-            "linker_module_path": "krul_sglang.engine.cache.linker",
+            "linker_module_path": "krul_sglang.adapter.linker",
             "linker_extra_config": {"options": runtime.config.as_dict()},
         },
     )
@@ -71,7 +71,7 @@ def attach_capture(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> An
         runtime.model_runner = scheduler.tp_worker.model_runner
         runtime.attach_to(runtime.model_runner)
         if runtime.config.needs_attention:
-            from krul_sglang.engine.attach.attach import attach_turn_capture
+            from krul_sglang.adapter.attach import attach_turn_capture
 
             runtime.capture = attach_turn_capture(runtime.model_runner, runtime.config)
     return result
@@ -94,15 +94,15 @@ def build_cache(ctx: Any) -> Any:
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
     from sglang.srt.runtime_context import get_context, get_memory
 
-    from krul_sglang.engine.attach.attach import attach_restore
-    from krul_sglang.engine.attach.model_bases import BasesFile
-    from krul_sglang.engine.attach.shared_bases import SharedBases
-    from krul_sglang.engine.attach.start_proof import read_rotary_table
-    from krul_sglang.engine.cache.radix_cache import KrulRadixCache
-    from krul_sglang.engine.cache.store_connection import connect_store
+    from krul_sglang.adapter.attach import attach_restore
+    from krul_sglang.adapter.kv_pool import open_pool
+    from krul_sglang.adapter.model_bases import BasesFile
+    from krul_sglang.adapter.radix_cache import KrulRadixCache
+    from krul_sglang.adapter.start_proof import read_rotary_table
+    from krul_sglang.engine.budget.shared_bases import SharedBases
     from krul_sglang.engine.common.agreement import RankAgreement
-    from krul_sglang.engine.common.kv_pool import DevicePool
     from krul_sglang.engine.common.served_model import checkpoint_of, identify_model
+    from krul_sglang.engine.common.store_connection import connect_store
 
     runner = ctx.tp_worker.model_runner
     runtime = KrulRuntime.of(runner)
@@ -117,7 +117,7 @@ def build_cache(ctx: Any) -> Any:
     flags = {**resolved, "enable_unified_cache_external_linker": False, **options_of(config)}
     check_flags(flags)
     check_model(model_facts(ctx.model_config), str(ctx.model_config.model_path))
-    pool = DevicePool(
+    pool = open_pool(
         ctx.params.token_to_kv_pool_allocator.get_kvcache(),
         (module for module in runner.model.modules() if isinstance(module, RadixAttention)),
         (runner.prefill_attention_backend_str, runner.decode_attention_backend_str),

@@ -14,7 +14,7 @@ def activate() -> str | None:
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or _has_accelerator():
         return None
-    return "krul_sglang.platforms.cpu.CpuPlatform"
+    return "krul_sglang.adapter.platforms.cpu.CpuPlatform"
 
 
 def _has_accelerator() -> bool:

@@ -17,10 +17,10 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from krul_backend.segment import TokenIds
-from krul_sglang.engine.cache.linker import KrulLinker
+from krul_sglang.adapter.linker import KrulLinker
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.moved_runs import MOVED_TOKENS, MovedRun, moved_key
-from krul_sglang.engine.restore.restore_path import ReturningRequest
+from krul_sglang.engine.restore.returning_request import Prompt
 from krul_sglang.engine.save.offload import Job
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner, owner_of
 from krul_sglang.hints import tenant_of
@@ -94,7 +94,6 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     cache_linker: KrulLinker
     pending_offloads: list[_PendingTurn]
     _probe_candidate: _ProbeCandidate | None = None
-    _seen_ahead: tuple[str, ...] = ()
     _stored_ends: tuple[_PathEnd, ...] = ()
 
     def __init__(self, cache: KrulRadixCache, cache_linker: KrulLinker) -> None:
@@ -110,17 +109,18 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         All this depends on nothing that may differ between ranks, because they look up together.
         """
         window = self._window(queue)
-        before = self._seen_ahead
+        returning = self.cache_linker.returning
+        before = returning.queue
         num_again = _num_looked_up_again(before, window)
         known = frozenset(before)
         stored, self._stored_ends = self._stored_ends, ()
         num_lookups = num_looked_up = 0
-        with self.cache_linker.looking_ahead() as seen:
+        with returning.looking_ahead() as seen:
             for req in window:
                 is_known = req.rid in known
                 if any(end.is_passed_by(req.origin_input_ids) for end in stored):
                     # The store is asked anew, not only whether what it had is in DRAM by now.
-                    self.cache_linker.release(req.rid)
+                    self.cache_linker.end_lease(req.rid)
                     is_known = False
                 if not is_known or len(seen) < num_again:
                     num_looked_up += _num_tokens(req)
@@ -132,7 +132,6 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
                         # It is not known in the next round either, and looked up then.
                         continue
                 seen.append(req.rid)
-        self._seen_ahead = tuple(seen)
 
     def _window(self, queue: Iterable[Any]) -> list[Any]:
         """The first requests of the queue that the device pool could hold together; at least one."""
@@ -153,15 +152,18 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         start = result.device_prefix_len
         end = len(key) // page_size * page_size
         if start < end:
-            self.cache_linker.expect_tokens(
-                req.rid,
+            prompt = Prompt(
+                len(req.full_untruncated_fill_ids),
+                start,
                 lambda: np.asarray(key.token_ids[start:end], dtype=np.int32),
                 None if self.cache_linker.runs is None else partial(self._find_run, key, start, end),
             )
+            self.cache_linker.returning.expect(req.rid, prompt)
         with self.cache_linker.steps.hooks:
             result = super().match(key, req, result)
         if req.rid not in self.hit_markers:
-            self.cache_linker.set_aside(req.rid)
+            # Not every rank found it in this round.
+            self.cache_linker.returning.set_aside(req.rid)
         return result
 
     def _sync_restorable_prefix(self, restorable: list[int], *, num_pages: int, device_hit_pages: int) -> int:
@@ -175,18 +177,13 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         return common if common > device_hit_pages else 0
 
     def load_back(self, req: Any) -> tuple[int, Any]:
-        hit = self.hit_markers.get(req.rid)
-        if hit is not None:
-            prefix_len = hit.device_hit_len + len(hit.tail_hashes) * self.cache.page_size
-            new_tokens = len(req.full_untruncated_fill_ids) - prefix_len
-            self.cache_linker.expect_load(req.rid, ReturningRequest(hit.device_hit_len, new_tokens))
         try:
             result: tuple[int, Any] = super().load_back(req)
             setattr(req, MOVED_TOKENS, self.cache_linker.num_moved(req.rid))
             return result
         finally:
             # Anything the load did not take over (no slots free, load refused) is not needed any more.
-            self.cache_linker.release(req.rid)
+            self.cache_linker.end_lease(req.rid)
 
     def _find_run(self, key: Any, start: int, end: int, num_found: int) -> MovedRun | None:
         """The stored run that tokens ``[start, end)`` of a prompt repeat, after its pages that are found as
@@ -356,7 +353,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
 
     def release_request(self, rid: str) -> None:
         super().release_request(rid)
-        self.cache_linker.release(rid)
+        self.cache_linker.returning.release(rid)
 
 
 class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
@@ -398,6 +395,7 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """Give up a request's row, as SGLang does, and what was recorded of it unless its turn is stored."""
         super().on_release(req, checkpointed=checkpointed)
+        self.linker.cache_linker.returning.release(req.rid)
         if self.capture is not None:
             self.capture.forget(req.rid, req.kv.req_pool_idx)
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from krul_sglang.engine.common.hook_targets import IncompatibleEngineError
+from krul_sglang.adapter.hook_targets import IncompatibleEngineError
 from krul_sglang.engine.common.transfer_gate import TransferGate
 
 if TYPE_CHECKING:
     # Hooks are registered in every process of SGLang, where these modules need not be imported.
     from krul_backend.codec.rotary import RotaryTable
+    from krul_sglang.adapter.linker import KrulLinker
+    from krul_sglang.adapter.radix_cache import KrulRadixCache
     from krul_sglang.config import KrulConfig
     from krul_sglang.engine.budget.provenance import KvProvenance
     from krul_sglang.engine.budget.served_bases import ServedBases
-    from krul_sglang.engine.cache.linker import KrulLinker
-    from krul_sglang.engine.cache.radix_cache import KrulRadixCache
-    from krul_sglang.engine.cache.store_connection import StoreConnection
     from krul_sglang.engine.capture.turn_capture import TurnCapture
     from krul_sglang.engine.common.agreement import RankAgreement
     from krul_sglang.engine.common.kv_pool import DevicePool
     from krul_sglang.engine.common.served_model import ServedModel
+    from krul_sglang.engine.common.store_connection import StoreConnection
     from krul_sglang.engine.restore.restore_forward import RestoreForward
 
 _ATTRIBUTE = "krul"

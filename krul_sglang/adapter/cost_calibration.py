@@ -25,10 +25,11 @@ from krul_backend.planner.calibration import fit_compute, fit_tier
 from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
-from krul_sglang.engine.attach.start_proof import ordinary_prefill, random_token_ids, timed
+from krul_sglang.adapter.head_recompute import HeadRecompute
+from krul_sglang.adapter.start_proof import ordinary_prefill, random_token_ids, timed
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.restore.head_recompute import Head, HeadRecompute
+from krul_sglang.engine.restore.heads import Head
 from krul_sglang.engine.restore.restore_planning import DecodeCosts
 
 logger = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import CodecError, ConfigError, KrulError
 from krul_backend.memory import is_out_of_memory
 from krul_backend.segment import ModelIdentity
-from krul_sglang.engine.attach.shared_bases import OlderBases, SharedBases
+from krul_sglang.adapter.unsupported import FOREIGN_ROTARY
 from krul_sglang.engine.budget.served_bases import RecentText, ServedBases, TextDrift
+from krul_sglang.engine.budget.shared_bases import OlderBases, SharedBases
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.common.unsupported import FOREIGN_ROTARY
 from krul_sglang.learning.background import LearningProcess, RecentTurns
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -16,22 +16,22 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from krul_backend.codec.segment_codec import SegmentCodec
 from krul_backend.errors import HintError
 from krul_backend.memory import format_bytes
-from krul_backend.segment import TokenIds
 from krul_backend.strategy.selectors import make_selector
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.hint import SessionName
+from krul_sglang.adapter.probe_forward import ProbeForwards
+from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.config import AUTO
 from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import KvProvenance
 from krul_sglang.engine.budget.served_bases import ServedBases
-from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, LatestAnswer
-from krul_sglang.engine.common.moved_runs import FindRun, RunIndex
+from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.step_times import StepTimes, timed
 from krul_sglang.engine.restore.loading import FaultInjection, LayerWiseLoader, Link
-from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
-from krul_sglang.engine.restore.waiting_leases import WaitingLeases
+from krul_sglang.engine.restore.restore_path import RestorePath
+from krul_sglang.engine.restore.returning_requests import ReturningRequests
 from krul_sglang.engine.save.later_encoding import copy_room
 from krul_sglang.engine.save.offload import TurnOffloader
 from krul_sglang.engine.save.request_hints import RequestHints
@@ -53,10 +53,9 @@ MAX_AHEAD_SHARE = 2 / 3
 class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """Moves KV between the device pool and a krul store for one rank's radix cache.
 
-    Life of a request: ``expect_tokens`` + ``lookup`` (each scheduling round; the first one pins a lease),
-    ``load`` (the lease moves to the loader), ``start_layer_wise_loading``, ``finish_layer_wise_loading``;
-    when its turn ends, ``ended_turn``, which the ``offloader`` stores. ``release`` ends a lease of a request
-    that does not load.
+    Life of a request: ``lookup`` (each scheduling round; the first one has the store asked for a lease),
+    ``load`` (plans what to do with the lease), ``start_layer_wise_loading``, ``finish_layer_wise_loading``:
+    see ``returning``. When its turn ends, ``ended_turn``, which the ``offloader`` stores.
     """
 
     def __init__(
@@ -129,9 +128,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         # Nothing that serves requests waits for statistics: those of a prompt daemon are those of now.
         self._stats = LatestAnswer(self.asking, self._store.stats, before=stats, longest_s=STATS_PATIENCE_S)
         max_ahead_bytes = int(capacity_bytes * MAX_AHEAD_SHARE)
-        self._waiting = WaitingLeases(self._store, self.model, self.asking, max_ahead_bytes=max_ahead_bytes)
-        self._returning: dict[str, ReturningRequest] = {}
-        self._expected: dict[str, tuple[Callable[[], TokenIds], FindRun | None]] = {}
+        self.returning = ReturningRequests(
+            self._store, self.model, self.asking, max_ahead_bytes=max_ahead_bytes
+        )
         self.request_hints = RequestHints()
         self._tenant_of_session: dict[str, str] = {}
         shape = self._pool.shape
@@ -151,37 +150,21 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # ---- restore ----
 
-    def expect_tokens(
-        self, rid: str, token_ids: Callable[[], TokenIds], find_run: FindRun | None = None
-    ) -> None:
-        """State the tokens that the keys of the next ``lookup`` of ``rid`` stand for.
-
-        ``token_ids`` is called only if that lookup asks the store, which not every one does;
-        ``find_run`` only if it does not find all.
-        """
-        self._expected[rid] = token_ids, find_run
-
     @timed
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """The longest prefix, in pages, that can be restored, if any; so can every shorter one. See
-        ``WaitingLeases.hold``."""
-        self.steps.note_work()
-        num_pages = self._waiting.hold(rid, transfers[0].keys, *self._expected.pop(rid))
-        return [num_pages] if num_pages else []
+        """The longest prefix, in pages, that can be restored, if any; so can every shorter one.
 
-    def looking_ahead(self) -> AbstractContextManager[list[str]]:
-        """To be held around lookups of requests that wait: see ``WaitingLeases``."""
-        return self._waiting.looking_ahead()
+        ``returning`` expects the request.
+        """
+        self.steps.note_work()
+        num_pages = self.returning.look_up(rid, transfers[0].keys)
+        return [num_pages] if num_pages else []
 
     def attach_restore(self, restore_path: RestorePath) -> None:
         """Set what plans and runs restores. Called once, before the first request."""
         self._restore_path = restore_path
-        self._waiting.max_head_tokens = restore_path.planning.max_head_tokens
+        self.returning.max_head_tokens = restore_path.planning.max_head_tokens
         self.offloader.writer.costs = restore_path.planning.costs
-
-    def expect_load(self, rid: str, returning: ReturningRequest) -> None:
-        """State where in the prompt of ``rid`` the pages of its next ``load`` lie."""
-        self._returning[rid] = returning
 
     @timed
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -189,41 +172,45 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
         SGLang computes them if that is faster, if what is stored cannot be read, or if nothing is leased.
         """
-        transfer = transfers[0]
-        held = self._waiting.take(rid)
+        keys, slots = transfers[0].keys, transfers[0].device_indices
+        held = self.returning.take(rid)
         if held is None:
             return False
+        prompt = self.returning.prompt(rid)
         try:
-            returning = self._returning.pop(rid)
             assert self._restore_path is not None
             with self.steps.planning:
                 load = self._restore_path.plan_load(
-                    held, transfer.keys[0], transfer.device_indices, returning
+                    held,
+                    keys[0],
+                    slots,
+                    device_tokens=prompt.device_tokens,
+                    new_tokens=prompt.num_tokens - prompt.device_tokens - len(slots),
                 )
             if load is not None:
-                self._waiting.make_room(held)
+                self.returning.make_room(held)
         except BaseException:
             self._store.release(held.lease)
             raise
         if load is None:
             self._store.release(held.lease)
             return False
-        self.loader.queue(rid, load)
+        self.returning.queue_load(rid, load)
         return True
 
     def num_moved(self, rid: str) -> int:
         """How many tokens the queued load of ``rid`` brings back at another place than where they were
         stored."""
-        load = self.loader.queued(rid)
+        load = self.returning.queued_load(rid)
         return 0 if load is None or load.moved is None else len(load.tail_slots(-1))
 
     @timed
     def start_layer_wise_loading(self) -> int:
         # Called before every prefill batch: events are recorded only when there is something to load.
-        ready = self.record_offload_ready() if self.loader.num_queued() else ()
+        loads = self.returning.start_loads()
         if self._restore_path is not None:
             self._restore_path.planning.start_batch()
-        return self.loader.start(ready)
+        return self.loader.start(loads, self.record_offload_ready() if loads else ())
 
     @timed
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -233,19 +220,12 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return has_landed
 
     def cancel_queued_load(self, rid: str) -> bool:
-        return self.loader.cancel(rid)
-
-    def set_aside(self, rid: str) -> None:
-        """Not every rank found the prefix of ``rid`` in this round. See ``WaitingLeases.set_aside``."""
-        self._expected.pop(rid, None)
-        self._waiting.set_aside(rid)
+        return self.returning.cancel_load(rid)
 
     @timed
-    def release(self, rid: str) -> None:
-        """Forget ``rid``, and end its lease if it has one."""
-        self._expected.pop(rid, None)
-        self._returning.pop(rid, None)
-        self._waiting.release(rid)
+    def end_lease(self, rid: str) -> None:
+        """The lease of ``rid`` is not needed, or a load has it."""
+        self.returning.end_lease(rid)
 
     # ---- store ----
 
@@ -313,9 +293,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Drop all stored KV of this model: after a flush it must not come back."""
         self.offloader.discard_all()
         self.loader.discard_all()
-        self._waiting.release_all()
-        self._expected.clear()
-        self._returning.clear()
+        self.returning.release_all()
         self._forget_runs()
         # If the weights have just changed, nothing was stored under their identity yet.
         if self.model.is_settled:
@@ -335,7 +313,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return  # the identity is new, and nothing has been stored under it
         before, was_lasting = self.model.identity, self.model.is_lasting
         self.model.rename(self._agreement.broadcast(os.urandom(16)))
-        self._waiting.release_all()
+        self.returning.release_all()
         self._forget_runs()
         self._decision.forget_model()
         if not was_lasting:
@@ -362,7 +340,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._bases.close()
         self.offloader.close()
         self.loader.close()
-        self._waiting.release_all()
+        self.returning.release_all()
         self.asking.close()
         self._connection.close()
         if self._capture is not None:
@@ -393,7 +371,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             },
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
             "restore": None if self._restore_path is None else self._restore_path.as_dict(),
-            "waiting_leases": len(self._waiting),
+            "waiting_leases": self.returning.num_leases,
             "scheduler": self.steps.as_dict(),
             "request_hints": self.request_hints.as_dict(),
         }
@@ -427,6 +405,7 @@ def _error_budget(
 ) -> ErrorBudget:
     """For the strategy ``subspace``. ``group`` joins the ranks while they probe; None for a single rank."""
     config, pool, store = runtime.config, runtime.pool, runtime.connection.store
+    forwards = ProbeForwards(runtime.model_runner, runtime.capture)
     return ErrorBudget(
         limit=config.error_budget,
         probe_share=config.probe_share,
@@ -436,6 +415,6 @@ def _error_budget(
         pool=pool,
         codec=codec,
         bases=bases,
-        prober=Prober(runtime.model_runner, runtime.capture, pool, codec, store, runtime.model, group),
+        prober=Prober(forwards.prepare, pool, codec, store, runtime.model, group),
         agreement=runtime.agreement,
     )

@@ -12,41 +12,11 @@ from typing import Any
 import torch
 
 from krul_backend.device import Device
+from krul_sglang.adapter.head_attention import HeadAttention, NoHeadsError, span_attention
 from krul_sglang.engine.capture.turn_capture import TurnCapture
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.span_attention import Span
-from krul_sglang.engine.restore.head_attention import HeadAttention, NoHeadsError, span_attention
-
-
-@dataclass(frozen=True, eq=False)
-class Head:
-    """The tokens of one request that are recomputed.
-
-    ::
-
-        [0, start)            in the pool: attended to, not touched
-        [start, ends[l])      recomputed in layer l and written to its slots
-        [ends[l], ...)        not touched in layer l: loads write there meanwhile
-
-    ``token_ids`` (int64 ``[ends[0] - start]``) are the tokens from ``start`` on, ``slots`` (int64
-    ``[ends[0]]``) where the KV of the tokens from 0 on lies, both on the pool's device. ``ends`` never grow.
-    """
-
-    token_ids: torch.Tensor
-    slots: torch.Tensor
-    start: int
-    ends: tuple[int, ...]
-
-    def part(self, first: int, end: int) -> Head | None:
-        """Tokens ``[first, end)`` of the head, counted from its start; None if it has none of them.
-
-        Parts run one after another: each attends to the parts before it in the pool.
-        """
-        begin, stop = self.start + first, min(self.start + end, self.ends[0])
-        if begin >= stop:
-            return None
-        ends = tuple(min(max(layer_end, begin), stop) for layer_end in self.ends)
-        return Head(self.token_ids[first : stop - self.start], self.slots[:stop], begin, ends)
+from krul_sglang.engine.restore.heads import Head
 
 
 class HeadRecompute:

@@ -19,20 +19,20 @@ from krul_backend.planner.interface import RestoreCosts, TierCost
 from krul_backend.planner.planners import make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
+from krul_sglang.adapter.engine_prefill import EnginePrefill
+from krul_sglang.adapter.head_attention import NoHeadsError
+from krul_sglang.adapter.head_recompute import HeadRecompute
+from krul_sglang.adapter.kv_pool import open_pool
+from krul_sglang.adapter.runtime import KrulRuntime
+from krul_sglang.adapter.start_proof import prove_heads
+from krul_sglang.adapter.unsupported import NOT_MOVABLE, check_estimator
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.attach.cost_calibration import CostCalibration, units_in_use
-from krul_sglang.engine.attach.start_proof import prove_heads
 from krul_sglang.engine.budget.served_bases import show
-from krul_sglang.engine.cache.runtime import KrulRuntime
 from krul_sglang.engine.capture.estimator_capture import EstimatorCapture
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape, TurnCapture
 from krul_sglang.engine.common.asking import LatestAnswer
-from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.common.unsupported import NOT_MOVABLE, check_estimator
-from krul_sglang.engine.restore.engine_prefill import EnginePrefill
-from krul_sglang.engine.restore.head_attention import NoHeadsError
-from krul_sglang.engine.restore.head_recompute import HeadRecompute
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode, RestorePath
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
@@ -45,6 +45,9 @@ WHOLE_LOADS = "full-load"
 PLANNERS_WITHOUT_HEADS = (WHOLE_LOADS, "full-recompute")
 """The first one serves models whose heads cannot be recomputed, instead of any planner but these."""
 
+TURNS_PER_REQUEST = 4
+"""Turns that may be recorded at a time, for each request that may run: those that ended wait to be stored,
+and what was not recorded cannot be compressed."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
     if config.estimator == "sampled" or config.needs_query_rows:
         plan = CapturePlan.fit(
             shape,
-            max_requests=req_to_token.shape[0],
+            max_requests=TURNS_PER_REQUEST * req_to_token.shape[0],
             num_rows=config.query_rows,
             max_bytes=config.query_memory_bytes(Device.of(req_to_token).memory_bytes),
         )
@@ -96,7 +99,7 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
         capture = EstimatorCapture(
             shape,
             SimilarityWorker(),
-            DevicePool(model_runner.token_to_kv_pool).gather_keys,
+            open_pool(model_runner.token_to_kv_pool).gather_keys,
             req_to_token,
             max_requests=req_to_token.shape[0],
         )

@@ -1,0 +1,69 @@
+"""Opens SGLang's KV pool for krul, or says why it cannot be served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from krul_sglang.adapter.unsupported import FOREIGN_ELEMENTS, FOREIGN_LAYOUT, FOREIGN_POOL, FOREIGN_SCALES
+from krul_sglang.engine.common.kv_pool import FP8_FORMATS, DevicePool
+
+_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SCALING_BACKENDS = ("flashinfer", "triton", "fa3")
+"""Attention backends that divide by a layer's scales before they write KV, and multiply when they read it."""
+
+
+def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] = ()) -> DevicePool:
+    """SGLang's ``MHATokenToKVPool`` as krul reads and writes it.
+
+    Args:
+        pool: SGLang's.
+        attention: the model's ``RadixAttention`` modules, for the scales of their fp8 keys and values.
+        backends: names of the server's attention backends.
+
+    Raises:
+        UnsupportedSetupError: for any other pool class, layout or element type, or for scales that these
+            backends are not known to use.
+    """
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    if type(pool) is not MHATokenToKVPool:
+        raise FOREIGN_POOL.error(type(pool).__name__)
+    if pool.kv_cache_layout != "nhd":
+        raise FOREIGN_LAYOUT.error(repr(pool.kv_cache_layout))
+    stored_as = torch.uint8 if pool.dtype in FP8_FORMATS else pool.dtype
+    if pool.dtype not in (*_PLAIN_DTYPES, *FP8_FORMATS) or pool.store_dtype != stored_as:
+        raise FOREIGN_ELEMENTS.error(str(pool.dtype))
+    modules = {module.layer_id: module for module in attention if pool.dtype in FP8_FORMATS}
+
+    def scales(layer: int) -> tuple[float, float]:
+        module = modules.get(layer)
+        if module is None or module.k_scale is None:
+            return 1.0, 1.0
+        return module.k_scale_float, module.v_scale_float
+
+    def write(layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        of_layer = scales(layer)
+        if of_layer == (1.0, 1.0):
+            pool.set_kv_buffer(None, slots, k, v, layer_id_override=layer)
+        else:
+            # The pool divides in place.
+            pool.set_kv_buffer(None, slots, k.clone(), v.clone(), *of_layer, layer_id_override=layer)
+
+    for layer in modules:
+        of_layer = scales(layer)
+        are_used = None not in of_layer and all(name in _SCALING_BACKENDS for name in backends)
+        if of_layer != (1.0, 1.0) and not are_used:
+            raise FOREIGN_SCALES.error(
+                f"{of_layer[0]} and {of_layer[1]} in layer {layer}, {' and '.join(backends)}"
+            )
+    return DevicePool(
+        pool.k_buffer,
+        pool.v_buffer,
+        num_tokens=pool.size,
+        element_type=pool.dtype,
+        write=write,
+        scales=scales,
+    )
