@@ -111,12 +111,7 @@ class Case:
         v = self.random(len(self.own_slots), self.num_kv_heads, self.value_dim)
         outputs, pools = [], []
         for kind in (TorchNativeAttnBackend, CpuAttention):
-            runner = SimpleNamespace(
-                device="cpu",
-                dtype=self.dtype,
-                req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
-                token_to_kv_pool=self.pool(),
-            )
+            runner = self.runner()
             backend = kind(runner)
             backend.init_forward_metadata(batch)
             forward = backend.forward_decode if decode else backend.forward_extend
@@ -125,6 +120,50 @@ class Case:
         for native, own in zip(*([*pool.k_buffer, *pool.v_buffer] for pool in pools), strict=True):
             assert torch.equal(native.view(torch.uint8), own.view(torch.uint8))
         return outputs[0], outputs[1]
+
+    def runner(self) -> Any:
+        return SimpleNamespace(
+            device="cpu",
+            dtype=self.dtype,
+            req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
+            token_to_kv_pool=self.pool(),
+        )
+
+    def verified(self, trees: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of new tokens that see what ``trees`` (bool ``[batch, n, n]``) say: the definition of attention,
+        token by token, and krul's backend."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            req_pool_indices=self.request_rows,
+            seq_lens=torch.tensor([num_cached for num_cached, _ in self.lengths]),
+            out_cache_loc=self.own_slots,
+            encoder_lens=None,
+            spec_info=SimpleNamespace(draft_token_num=trees.shape[1], custom_mask=trees.flatten()),
+        )
+        q = self.random(len(self.own_slots), self.num_q_heads, HEAD_DIM)
+        k = self.random(len(self.own_slots), self.num_kv_heads, HEAD_DIM)
+        v = self.random(len(self.own_slots), self.num_kv_heads, self.value_dim)
+        runner = self.runner()
+        backend = CpuAttention(runner)
+        backend.init_forward_metadata(batch)
+        own = backend.forward_extend(q.flatten(1), k, v, self.layer, batch)
+        pool, defined = runner.token_to_kv_pool, []
+        for row, (num_cached, _), tree in zip(self.request_rows, self.lengths, trees, strict=True):
+            for sees in tree:
+                past, drafted = self.req_to_token[row].split(
+                    [num_cached, self.req_to_token.shape[1] - num_cached]
+                )
+                slots = torch.cat([past, drafted[: len(sees)][sees]]).long()
+                # [T, Hkv, D] -> [T, Hq, D]
+                keys, values = (
+                    buffer[0][slots].repeat_interleave(self.num_q_heads // self.num_kv_heads, dim=1)
+                    for buffer in (pool.k_buffer, pool.v_buffer)
+                )
+                scores = torch.einsum("hd,thd->th", q[len(defined)], keys) * self.layer.scaling
+                defined.append(torch.einsum("th,thd->hd", scores.softmax(0), values).flatten())
+        return torch.stack(defined), own
 
 
 @settings(max_examples=150, deadline=None)
@@ -150,6 +189,21 @@ def test_results_equal_those_of_torch_native(
     native, own = case.outputs(decode=decode)
     assert own.dtype == native.dtype
     torch.testing.assert_close(own, native, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cached=st.lists(st.integers(0, 40), min_size=1, max_size=4), num_drafted=st.integers(1, 6), data=st.data()
+)
+def test_drafted_tokens_see_their_request_and_their_path(
+    cached: list[int], num_drafted: int, data: st.DataObject
+) -> None:
+    trees = torch.eye(num_drafted, dtype=torch.bool).repeat(len(cached), 1, 1)
+    for tree in trees:
+        for node in range(1, num_drafted):
+            tree[node] |= tree[data.draw(st.integers(0, node - 1))]
+    defined, own = Case([(num_cached, num_drafted) for num_cached in cached]).verified(trees)
+    torch.testing.assert_close(own, defined, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("decode", [False, True])

@@ -37,6 +37,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
         cpu_attention.register()
 
+    def get_speculative_worker_cls(self, algorithm: str) -> None:
+        """Make ready for n-gram speculation, by SGLang's own worker. It asks before it makes one."""
+        if algorithm == "NGRAM":
+            from krul_sglang.adapter.platforms import cpu_speculation
+
+            cpu_speculation.install()
+
     def get_dispatch_key_name(self) -> str:
         return "native"
 

@@ -1,7 +1,8 @@
 """An attention backend for servers without an accelerator, which computes nothing that is cached.
 
 SGLang's own backend for CPUs, ``torch_native``, computes attention of a whole sequence to extend it by a few
-tokens. This one computes the new rows only, and decodes all requests of a batch together.
+tokens. This one computes the new rows only, and decodes all requests of a batch together. It also verifies
+drafted tokens, which ``torch_native`` cannot.
 """
 
 from __future__ import annotations
@@ -65,6 +66,32 @@ def decode_groups(
         yield DecodeGroup(rows, slots, bias if beyond.any() else None)
 
 
+@dataclass(frozen=True, eq=False)
+class DraftSpan:
+    """The drafted tokens of one request, which the target verifies: ``rows`` of the forward.
+
+    ``slots`` (int64 ``[T + n]``) hold the request's tokens and, behind them, the drafted ones. ``sees`` (bool
+    ``[n, T + n]``) says which of them each drafted one attends to.
+    """
+
+    rows: slice
+    slots: torch.Tensor
+    sees: torch.Tensor
+
+
+def draft_spans(req_to_token: torch.Tensor, seq_lens: list[int], spec_info: Any) -> Iterator[DraftSpan]:
+    """The spans of a forward that verifies. ``seq_lens`` are without the drafted tokens.
+
+    ``spec_info`` is SGLang's; its ``custom_mask`` (bool ``[batch * n * n]``) is about drafted tokens alone.
+    """
+    num_drafted = spec_info.draft_token_num
+    trees = spec_info.custom_mask.view(-1, num_drafted, num_drafted)
+    for index, (row, seq_len, tree) in enumerate(zip(req_to_token, seq_lens, trees, strict=True)):
+        sees = torch.cat([tree.new_ones(num_drafted, seq_len), tree], dim=1)
+        rows = slice(index * num_drafted, (index + 1) * num_drafted)
+        yield DraftSpan(rows, row[: seq_len + num_drafted].long(), sees)
+
+
 class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     """Attends to paged KV on a CPU, with results that equal those of ``torch_native`` within rounding.
 
@@ -77,18 +104,23 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         self._dtype = model_runner.dtype
         self._extend = GatheredAttention()
         self._decode: tuple[DecodeGroup, ...] = ()
+        self._drafts: tuple[DraftSpan, ...] = ()
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Look up the slots of all tokens that the batch's requests have, once for all layers."""
         super().init_forward_metadata(forward_batch)
         self._extend.plan(())
         self._decode = ()
+        self._drafts = ()
         if forward_batch.forward_mode.is_idle():
             return
         rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
         seq_lens = forward_batch.seq_lens.tolist()
         if forward_batch.forward_mode.is_decode():
             self._decode = tuple(decode_groups(rows, seq_lens, self._dtype))
+            return
+        if forward_batch.forward_mode.is_target_verify():
+            self._drafts = tuple(draft_spans(rows, seq_lens, forward_batch.spec_info))
             return
         num_new = forward_batch.extend_seq_lens.tolist()
         self._extend.plan(
@@ -109,7 +141,24 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             return foreign
         buffers = self._buffers(k, v, layer, forward_batch, save_kv_cache)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return self._extend.attend(queries, *buffers, layer).flatten(1)
+        attend = self._attend_drafts if self._drafts else self._extend.attend
+        return attend(queries, *buffers, layer).flatten(1)
+
+    def _attend_drafts(
+        self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, layer: Any
+    ) -> torch.Tensor:
+        """Attention of drafted tokens: ``q [rows, Hq, D]`` to ``[rows, Hq, Dv]``."""
+        output = q.new_empty(*q.shape[:2], layer.v_head_dim)
+        for span in self._drafts:
+            keys = read_rows(k_buffer, span.slots, q.dtype, layer.k_scale_float)
+            values = read_rows(v_buffer, span.slots, q.dtype, layer.v_scale_float)
+            # [T, H, D] -> [H, T, D]
+            queries, keys, values = (x.transpose(0, 1) for x in (q[span.rows], keys, values))
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=span.sees, scale=layer.scaling, enable_gqa=True
+            )
+            output[span.rows] = attended.transpose(0, 1)
+        return output
 
     def forward_decode(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
