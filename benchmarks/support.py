@@ -78,6 +78,7 @@ SERVED = (
     Served("cache_salt, extra_key; aborts, disconnects, flushes", "tests/integration/test_serving.py"),
     Served("/update_weights_from_disk", "tests/integration/test_weight_updates.py"),
     Served("--enable-streaming-session", "tests/integration/test_weight_updates.py"),
+    Served("--speculative-algorithm NGRAM", "tests/integration/test_speculation.py"),
     Served("ssd_dir, and a daemon that several servers join", "tests/integration/test_tiers_serving.py"),
 )
 

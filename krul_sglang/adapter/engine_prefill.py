@@ -60,7 +60,7 @@ class EnginePrefill:
         part.forward_mode = ForwardMode.EXTEND
         part.reqs = [req]
         part.decoding_reqs = None
-        part.beam_tail = None
+        part.beam_tail = part.spec_info = None
         part.req_pool_indices = schedule_batch.req_pool_indices[index : index + 1]
         part.req_pool_indices_cpu = schedule_batch.req_pool_indices_cpu[index : index + 1]
         part.input_ids = device.from_list(list(req.full_untruncated_fill_ids[first:end]))

@@ -219,7 +219,8 @@ def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: A
     """AROUND hook of ``TpModelWorker.forward_batch_generation``: prefixes that are restored come first.
 
     It runs on the host at every forward, also one that is replayed as a graph. So recording of attention is
-    set up here, too.
+    set up here, too. A forward that verifies drafted tokens restores nothing: its batch still has the lengths
+    and the load of the prompt.
     """
     runtime = KrulRuntime.find(worker.model_runner)
     if runtime is None or batch is None:
@@ -228,7 +229,7 @@ def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: A
     capturing = nullcontext() if runtime.capture is None else runtime.capture.recording(batch)
     runtime.gate.note_forward()
     with capturing:
-        if runtime.restore_forward is None or not batch.forward_mode.is_extend():
+        if runtime.restore_forward is None or not batch.forward_mode.is_extend_without_speculative():
             result = original(worker, batch, *args, **kwargs)
         else:
             result = runtime.restore_forward.run(batch, lambda: original(worker, batch, *args, **kwargs))

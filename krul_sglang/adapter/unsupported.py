@@ -69,7 +69,7 @@ _LORA = "recomputed heads run without the adapter, and stored KV does not name i
 _MEDIA = "images and sounds are not in the token ids by which KV is found and heads are recomputed"
 _BITWISE = "recomputed KV is not rounded like KV that was prefilled"
 _SCATTERED = "ranks hold different tokens between layers, where heads are cut by token"
-_DRAFTS = "draft tokens have KV in the pool, too"
+_DRAFTS = "draft models have KV of their own, which is not restored"
 _BY_SLOT = "what it returns of a prompt is kept by KV slot, and is not restored with the KV"
 _FULL_ATTENTION = "heads are recomputed with attention over all tokens"
 
@@ -113,7 +113,13 @@ LAUNCH_RULES = (
         lambda dp_size, endpoint: _is_several(dp_size) and not endpoint,
         (2, ""),
     ),
-    _flag("--speculative-algorithm", _DRAFTS, example="EAGLE"),
+    Rule(
+        "--speculative-algorithm other than NGRAM",
+        _DRAFTS,
+        ("speculative_algorithm",),
+        lambda name: _is_named(name) and name.upper() != "NGRAM",
+        ("EAGLE",),
+    ),
     _flag("--decoupled-spec-role", _DRAFTS, example="verifier", applies=_is_named),
     _flag(
         "--kv-cache-dtype",

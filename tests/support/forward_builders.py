@@ -24,10 +24,13 @@ class Mode:
         return self.name == "decode"
 
     def is_extend(self) -> bool:
-        return self.name in ("extend", "mixed")
+        return self.name in ("extend", "mixed", "verify")
+
+    def is_target_verify(self) -> bool:
+        return self.name == "verify"
 
     def is_extend_without_speculative(self) -> bool:
-        return self.is_extend()
+        return self.is_extend() and not self.is_target_verify()
 
 
 @dataclass

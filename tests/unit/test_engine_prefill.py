@@ -80,6 +80,7 @@ class Rig:
             global_num_tokens=[21],
             global_num_tokens_for_logprob=[21],
             tbo_split_seq_index=1,
+            spec_info=SimpleNamespace(positions=torch.arange(21)),
         )
 
     def _init_new(self, batch: Any, runner: Any, *, capture_hidden_mode: Any, **kwargs: Any) -> Any:
@@ -103,7 +104,7 @@ def test_sglang_is_asked_to_prefill_these_tokens_of_this_request(monkeypatch: py
     assert (part.orig_seq_lens.tolist(), part.global_num_tokens) == ([36], [6])
     # Nothing of what the other requests, or its own answer, would want of this forward.
     assert (part.return_logprob, part.has_grammar, part.decoding_reqs) == (False, False, None)
-    assert (part.input_embeds, part.tbo_split_seq_index) == (None, None)
+    assert (part.input_embeds, part.tbo_split_seq_index, part.spec_info) == (None, None, None)
     assert not part.sampling_info.has_watermark_candidates
     assert rig.capture_modes == [CaptureHiddenMode.NULL]
 

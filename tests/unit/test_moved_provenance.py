@@ -34,7 +34,10 @@ class Pool:
             out_cache_loc=torch.tensor([slot for *_, slots in spans for slot in slots]),
             prefix_lens=[start for _, start, _ in spans],
             extend_lens=[len(slots) for *_, slots in spans],
-            seq_lens=torch.tensor([start + len(slots) for _, start, slots in spans]),
+            # Drafted tokens that are verified are not counted yet.
+            seq_lens=torch.tensor(
+                [start + (0 if mode == "verify" else len(slots)) for _, start, slots in spans]
+            ),
             req_pool_indices=torch.tensor([row for row, *_ in spans]),
             req_to_token_pool=SimpleNamespace(req_to_token=self.rows),
         )
@@ -84,3 +87,18 @@ def test_a_prompt_in_chunks_stays_moved_and_slots_are_exact_again_for_others(poo
     assert pool.first_moved(0, 17) == 15
     pool.forward("extend", (1, 0, [12, 13, 14, 15, 16]))
     assert pool.first_moved(1, 5) is None
+
+
+def test_drafted_tokens_on_a_moved_run_are_moved(pool: Pool) -> None:
+    """All of them lie in the slots of the request then: SGLang moves those that it accepts among these."""
+    pool.forward("verify", (0, 15, [15, 16, 17]), (1, 15, [35, 36, 37]))
+    assert pool.first_moved(1, 18) is None
+    pool.rows[0, :15] = pool.rows[1, :15]
+    assert pool.first_moved(0, 18) == 15
+
+
+def test_a_forward_that_verifies_does_not_load_again_what_its_prompt_has_loaded(pool: Pool) -> None:
+    """SGLang's batch keeps the number of that load."""
+    pool.load_moved(1, 4, [24, 25, 26, 27], num_head=0)
+    pool.forward("verify", (1, 15, [35, 36, 37]))
+    assert pool.first_moved(1, 18) is None

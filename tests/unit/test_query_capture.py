@@ -18,7 +18,7 @@ from krul_sglang.config import KrulConfig
 from krul_sglang.engine.capture.query_capture import DECODE_INTERVAL, CapturedRows, CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape
 from krul_sglang.engine.common.step_times import StepTimes
-from tests.support.forward_builders import GraphRunner, decode_batch, extend_batch, mixed_batch
+from tests.support.forward_builders import GraphRunner, Mode, decode_batch, extend_batch, mixed_batch
 
 SHAPE = QueryShape(
     num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=4, dtype=torch.float32, scaling=0.5
@@ -339,3 +339,31 @@ def test_the_forward_hook_announces_every_forward(make_engine: MakeEngine) -> No
         forward(decode_batch(("a", 5, 30 + step)), [30 + step])
     positions = assert_rows_are("a", engine.take("a", 5))
     assert positions[-2:] == [29, 30 + DECODE_INTERVAL - 1]
+
+
+def test_a_forward_that_verifies_restores_and_records_nothing(make_engine: MakeEngine) -> None:
+    """SGLang's batch has the lengths and the load of the prompt still."""
+    engine = make_engine()
+    worker = SimpleNamespace(model_runner=SimpleNamespace())
+    restored: list[str] = []
+    runtime = KrulRuntime(KrulConfig(), engine.capture)
+    runtime.linker = cast(Any, SimpleNamespace(steps=StepTimes()))
+    runtime.restore_forward = cast(
+        Any, SimpleNamespace(run=lambda batch, forward: restored.append(batch.forward_mode.name) or forward())
+    )
+    runtime.attach_to(worker.model_runner)
+
+    def original(original_worker: Any, batch: Any) -> None:
+        num_rows = 4 if batch.forward_mode.is_target_verify() else 30
+        queries = [[query("a", layer, p) for p in range(num_rows)] for layer in range(SHAPE.num_layers)]
+        engine.run_modules(torch.stack([torch.stack(of_layer) for of_layer in queries]))
+
+    batch = extend_batch(("a", 5, 0, 30))
+    forward_with_restore(original, worker, batch)
+    recorded = engine.capture._num_visible.clone()
+    for _ in range(DECODE_INTERVAL):
+        batch.forward_mode = Mode("verify")
+        forward_with_restore(original, worker, batch)
+    assert restored == ["extend"]
+    assert torch.equal(engine.capture._num_visible, recorded)
+    assert assert_rows_are("a", engine.take("a", 5))[-1] == 29

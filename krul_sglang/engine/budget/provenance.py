@@ -61,7 +61,7 @@ class KvProvenance:
     def after_forward(self, schedule_batch: Any) -> None:
         """Note what a forward of SGLang's ``ScheduleBatch`` has computed, and what was loaded for it."""
         batch: LoadBatch | None = None
-        if schedule_batch.forward_mode.is_extend():
+        if schedule_batch.forward_mode.is_extend_without_speculative():
             batch = self._batch_of(schedule_batch.hicache_consumer_index)
         for load in () if batch is None else batch.loads.values():
             self._mark_exact(load.slots)
@@ -109,8 +109,12 @@ class KvProvenance:
         which another request has computed.
         """
         counts: torch.Tensor | None = None
-        if schedule_batch.forward_mode.is_extend():
+        if schedule_batch.forward_mode.is_extend_without_speculative():
             starts, counts = self._device.from_list([schedule_batch.prefix_lens, schedule_batch.extend_lens])
+        elif schedule_batch.forward_mode.is_target_verify():
+            # As many drafted tokens of each request, behind its own.
+            starts = schedule_batch.seq_lens
+            counts = torch.full_like(starts, num_slots // len(starts))
         else:
             starts = schedule_batch.seq_lens - 1
         slots = schedule_batch.req_to_token_pool.req_to_token
