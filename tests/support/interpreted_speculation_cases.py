@@ -36,7 +36,7 @@ def reconstruct_in_triton() -> Any:
 
 
 class Drafts:
-    """Random trees of drafted tokens, of which nodes have several children or none."""
+    """Random trees of drafted tokens, of which nodes have several children or none, and a few no parent."""
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
@@ -46,7 +46,7 @@ class Drafts:
         self.mask = torch.zeros(shape, dtype=torch.bool)
         for tree in self.mask:
             for node in range(self.num_nodes):
-                if node:
+                if node and rng.random() < 0.9:
                     tree[node] = tree[rng.choice([node - 1, rng.randrange(node)])]
                 tree[node, node] = True
         # Few different tokens, so that many are accepted, and siblings may be equal.

@@ -91,6 +91,8 @@ def test_a_prompt_in_chunks_stays_moved_and_slots_are_exact_again_for_others(poo
 
 def test_drafted_tokens_on_a_moved_run_are_moved(pool: Pool) -> None:
     """All of them lie in the slots of the request then: SGLang moves those that it accepts among these."""
+    # Only the last token before them is moved still.
+    pool.rows[0, :14] = pool.rows[1, :14]
     pool.forward("verify", (0, 15, [15, 16, 17]), (1, 15, [35, 36, 37]))
     assert pool.first_moved(1, 18) is None
     pool.rows[0, :15] = pool.rows[1, :15]
