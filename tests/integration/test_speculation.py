@@ -32,8 +32,12 @@ from tests.support.scenario import (
 from tests.support.server_plugin import WITH_PLUGIN
 
 TOKEN_BYTES = 4096  # 4 layers x 2 KV heads x 64 channels x (K, V) x 4 bytes
-NUM_DRAFTED = 6
-NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(NUM_DRAFTED))
+NGRAM = (
+    *("--speculative-algorithm", "NGRAM"),
+    *("--speculative-num-draft-tokens", "6"),
+    # SGLang's default takes 2 GB.
+    *("--speculative-ngram-capacity", "100000"),
+)
 CHAIN = ("--speculative-ngram-max-bfs-breadth", "1")
 """SGLang takes no other breadth with pages of several tokens."""
 
