@@ -18,7 +18,7 @@ from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import SUBSPACE
 from krul_sglang.engine.budget.probing import ProbeOutcome
 from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun
-from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
+from krul_sglang.engine.restore.restore_path import RestorePath
 from krul_sglang.engine.restore.restore_planning import PlanCounters
 from tests.support.budget_builders import (
     BASES,
@@ -236,7 +236,7 @@ def try_to_load(server: BudgetedServer) -> PlanCounters:
     assert lease is not None
     held = HeldLease(KeyRun.of(server.keys), server.keys, lambda: server.path.token_ids, lease, 0.0)
     slots = torch.arange(len(server.slots))
-    assert restore.plan_load(held, server.keys[0], slots, ReturningRequest(0, 1)) is None
+    assert restore.plan_load(held, server.keys[0], slots, device_tokens=0, new_tokens=1) is None
     server.store.release(lease)
     return planning.counters
 

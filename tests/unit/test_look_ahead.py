@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,18 @@ from krul_sglang.engine.save.turn import Turn
 POOL_TOKENS = 1000
 
 
+class Returning:
+    """Remembers the order of those that wait, as ``ReturningRequests`` does."""
+
+    queue: tuple[str, ...] = ()
+
+    @contextmanager
+    def looking_ahead(self) -> Iterator[list[str]]:
+        queue: list[str] = []
+        yield queue
+        self.queue = tuple(queue)
+
+
 class Queue:
     """Requests that note when they are looked up."""
 
@@ -34,9 +46,7 @@ class Queue:
             token_to_kv_pool_allocator=SimpleNamespace(size=POOL_TOKENS),
             page_size=4,
         )
-        self.wrapper.cache_linker = SimpleNamespace(
-            looking_ahead=lambda: nullcontext([]), release=self.released.append
-        )
+        self.wrapper.cache_linker = SimpleNamespace(returning=Returning(), end_lease=self.released.append)
 
     def request(self, rid: str, num_tokens: int) -> Any:
         def look_up(cache: Any, *, cow_mamba: bool) -> None:

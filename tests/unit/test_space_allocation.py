@@ -17,6 +17,7 @@ from krul_backend.codec.units import UnitPlan
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import SegmentSlice
+from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
@@ -47,8 +48,8 @@ class FixedAllocation(SpaceAllocation):
 class CountingPool(DevicePool):
     """Remembers which layers were gathered."""
 
-    def __init__(self, pool: Any) -> None:
-        super().__init__(pool)
+    def __init__(self, pool: DevicePool) -> None:
+        vars(self).update(vars(pool))
         self.gathered: list[int] = []
 
     def gather(self, layer: int, slots: torch.Tensor) -> Any:
@@ -60,7 +61,7 @@ class AllocatingBench:
     """An offloader with an allocation, on a pool and a store in this process."""
 
     def __init__(self, *, has_allocation: bool = True) -> None:
-        self.pool = CountingPool(make_pool())
+        self.pool = CountingPool(open_pool(make_pool()))
         self.store = make_store(1 << 20)
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
         self.codec = ModelCodecs(

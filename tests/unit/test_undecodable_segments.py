@@ -18,7 +18,7 @@ from krul_backend.tiers.dram.host_store import HostStore
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun
 from krul_sglang.engine.restore.load_batch import Load
-from krul_sglang.engine.restore.restore_path import RestorePath, ReturningRequest
+from krul_sglang.engine.restore.restore_path import RestorePath
 from tests.support.daemon_builders import serving
 from tests.support.engine_builders import PATIENCE_S
 from tests.support.fake_tier import FakeTier
@@ -72,7 +72,7 @@ class Rig:
         assert lease is not None
         assert lease.num_pages == len(KEYS)
         held = HeldLease(KeyRun.of(KEYS), KEYS, lambda: TOKENS, lease, 0.0)
-        load = restore.plan_load(held, KEYS[0], torch.arange(END), ReturningRequest(0, 1))
+        load = restore.plan_load(held, KEYS[0], torch.arange(END), device_tokens=0, new_tokens=1)
         self.engine.release(lease)
         return load, restore
 
