@@ -15,10 +15,12 @@ _CRASH_ROUNDS = 50
 
 def restores(setting: Setting) -> dict[str, Any]:
     """``benchmarks.overlap``: a server of each method, through a slow link and from a slow disk."""
-    path = setting.folder / "overlap.json"
-    options = () if setting.is_dry else ("--dtype", "bfloat16", "--settings", "dram:4000,ssd:2000")
-    model = "bundled" if setting.model is None else setting.model
-    return _run(["benchmarks.overlap", "--json", str(path), "--model", model, *options])
+    if setting.is_dry:
+        options = ["--model", "bundled", "--tokens", "256", "--pair-tokens", "256", "--turns", "2"]
+    else:
+        options = ["--model", setting.model or "smollm2", "--dtype", "bfloat16"]
+        options += ["--settings", "dram:4000,ssd:2000"]
+    return _run(["benchmarks.overlap", "--json", str(setting.folder / "overlap.json"), *options])
 
 
 def server_tests(setting: Setting) -> dict[str, Any]:
