@@ -33,7 +33,7 @@ MAX_WINDOWS = 1 << 18
 RECOMPUTED_TOKENS = 128
 """The first tokens of a run are computed, as the gap before it is: what they were computed with is missing in
 this prompt, and they depend on it most. With SmolLM2 recall loses 2 points with 32 of them, and none that can
-be told from chance with 128 (``benchmarks.truncation``)."""
+be told from chance with 128 (``docs/measured.md``)."""
 
 MOVED_TOKENS = "krul_moved_tokens"
 """Attribute of SGLang's requests: how many tokens of their prompt came back as a moved run."""
