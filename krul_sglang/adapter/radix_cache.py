@@ -236,15 +236,14 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         if self._probe_candidate is None and self.cache_linker.wants_probe():
             self._probe_candidate = _ProbeCandidate(node, cache.inc_lock_ref(node).to_dec_params(), path)
 
-    def offload_session_turn(self, req: Any, slot: Any, owner: TurnOwner, num_computed: int) -> None:
+    def offload_session_turn(self, req: Any, slot: Any, owner: TurnOwner) -> None:
         """Store a turn that ended in a streaming session, whose KV SGLang keeps out of the tree.
 
         ``slot`` is the session's. Its record owns the KV that the tree does not, and may free it at any time:
-        see ``finish_reading``. The first ``num_computed`` tokens have KV: with speculation a session counts
-        its last token, too.
+        see ``finish_reading``.
         """
         cache = self.cache
-        num_pages = min(slot.kv.kv_committed_len, num_computed) // cache.page_size
+        num_pages = slot.kv.kv_committed_len // cache.page_size
         if not num_pages or not self.cache_linker.model.is_settled:
             return
         num_tokens = num_pages * cache.page_size
@@ -384,12 +383,11 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Leave the KV of a streaming session's turn to the session, as SGLang does, and store the turn."""
         slot = self.session.borrowed_slot(req) if _turn_ended_well(req) else None
         owner = None if slot is None else owner_of(req, self.linker.cache_linker.request_hints)
-        num_computed = 0 if slot is None else slot.kv.kv_committed_len
         request_slot = req.kv.req_pool_idx
         is_claimed: bool = super().claim_kv_row(req)
         if is_claimed and owner is not None:
             with self.linker.cache_linker.steps.hooks:
-                self.linker.offload_session_turn(req, slot, owner, num_computed)
+                self.linker.offload_session_turn(req, slot, owner)
         if self.capture is not None and is_claimed:
             self.capture.forget(req.rid, request_slot)
         return is_claimed

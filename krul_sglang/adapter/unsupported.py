@@ -120,6 +120,13 @@ LAUNCH_RULES = (
         lambda name: _is_named(name) and name.upper() != "NGRAM",
         ("EAGLE",),
     ),
+    Rule(
+        "--speculative-algorithm and --enable-streaming-session",
+        "a session counts the last token of a turn as computed, which speculation leaves to the next forward",
+        ("speculative_algorithm", "enable_streaming_session"),
+        lambda name, has_sessions: _is_named(name) and bool(has_sessions),
+        ("NGRAM", True),
+    ),
     _flag("--decoupled-spec-role", _DRAFTS, example="verifier", applies=_is_named),
     _flag(
         "--kv-cache-dtype",

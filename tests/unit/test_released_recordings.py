@@ -9,11 +9,9 @@ import pytest
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from krul_sglang.adapter import radix_cache
 from krul_sglang.adapter.radix_cache import KrulRadixCache
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape
-from krul_sglang.engine.common.step_times import StepTimes
 from tests.support.forward_builders import extend_batch
 
 SHAPE = QueryShape(1, 1, 1, 4, torch.float32, 0.5)
@@ -83,28 +81,6 @@ def test_a_turn_that_is_being_stored_keeps_its_place(cache: Any, capture: QueryC
     assert not has_room(capture)
     turn.release()
     assert has_room(capture)
-
-
-def test_a_session_is_told_how_many_tokens_have_kv(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a session takes the row of a request that speculated, it counts the last token, too."""
-    req, turns = request("s"), list[Any]()
-    kv = req.kv
-    kv.kv_committed_len = 40
-    req.finished, req.finished_reason = lambda: True, None
-
-    def claim_and_count(cache: Any, req: Any) -> bool:
-        kv.kv_committed_len += 1
-        return claim(cache, req)
-
-    monkeypatch.setattr(UnifiedRadixCache, "claim_kv_row", claim_and_count)
-    monkeypatch.setattr(radix_cache, "owner_of", lambda *_: "owner")
-    cache.session = SimpleNamespace(borrowed_slot=lambda req: SimpleNamespace(kv=kv))
-    linker = SimpleNamespace(request_hints=None, steps=StepTimes())
-    cache.linker = SimpleNamespace(
-        cache_linker=linker, offload_session_turn=lambda req, slot, *rest: turns.append(rest)
-    )
-    assert cache.claim_kv_row(req)
-    assert turns == [("owner", 40)]
 
 
 def test_a_cache_whose_server_records_nothing_releases_as_before(cache: Any) -> None:

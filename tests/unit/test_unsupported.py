@@ -90,6 +90,7 @@ def test_it_is_refused_before_anything_starts(rule: Rule, tmp_path: Path) -> Non
         {"offload_group_size": -1},
         {"attention_backend": "flashinfer"},
         {"speculative_algorithm": "NGRAM"},
+        {"enable_streaming_session": True},
     ],
 )
 def test_half_of_a_refused_setting_is_accepted(values: dict[str, Any]) -> None:
