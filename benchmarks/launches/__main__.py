@@ -62,10 +62,10 @@ def rows_of(shape: Shape, num_tokens: int, *, captures: bool = True) -> list[dic
             ("statistics", num_tokens, server.statistics),
         ]
         if captures:
-            steps = (partial(server.decode_step, is_kept=False), partial(server.decode_step, is_kept=True))
             operations += [
-                (name, NUM_DECODING, prepare)
-                for name, prepare in zip(_OF_STEPS, (*steps, server.replay), strict=True)
+                (_OF_STEPS[0], NUM_DECODING, partial(server.decode_step, is_kept=False)),
+                (_OF_STEPS[1], NUM_DECODING, partial(server.decode_step, is_kept=True)),
+                (_OF_STEPS[2], NUM_DECODING, server.replay),
             ]
         rows = [count(counter, name, tokens, prepare) for name, tokens, prepare in operations]
         server.close()

@@ -53,7 +53,7 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> DeviceTensor:
-        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),
             strides=held.stride(),
@@ -64,17 +64,19 @@ class DeviceTensor(torch.Tensor):
         made.held = held
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"DeviceTensor({list(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(f"{func} runs in a thread that nobody counts")
 
 
-class LaunchCounter(TorchDispatchMode):
+class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts all threads' work on ``DEVICE`` while ``counting`` is held.
 
     ``launches`` and ``syncs`` are counts by place: the function of krul that asked. ``bytes_copied`` went
@@ -83,7 +85,7 @@ class LaunchCounter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._lock = threading.RLock()
         self._num_users: Counter[int] = Counter()
         self._threads = threading.local()
@@ -133,7 +135,7 @@ class LaunchCounter(TorchDispatchMode):
         """Count the calling thread, too, from here on."""
         if not getattr(self._threads, "is_counted", False):
             self._threads.is_counted = True
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def on_device(self, held: torch.Tensor) -> DeviceTensor:
         """A tensor of the device with these numbers."""
