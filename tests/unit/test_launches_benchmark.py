@@ -34,6 +34,14 @@ def test_native_turns_take_few_launches_per_layer(rows: dict[str, dict[str, Any]
     assert rows["restore native"]["launches"] <= 5 * NUM_LAYERS + 3
 
 
+def test_turns_in_bases_take_no_more_than_they_did(rows: dict[str, dict[str, Any]]) -> None:
+    assert rows["save subspace"]["launches"] <= 41 * NUM_LAYERS
+    assert rows["save subspace"]["syncs"] <= 2 * NUM_LAYERS + 5
+    # A group is of two layers: copies of its block and its tables, two kernels, and a check.
+    assert rows["restore subspace"]["launches"] <= 3.5 * NUM_LAYERS
+    assert rows["restore subspace"]["syncs"] <= NUM_LAYERS / 2 + 1
+
+
 def test_a_decode_step_launches_nothing_unless_queries_are_kept(rows: dict[str, dict[str, Any]]) -> None:
     assert rows["decode step, nothing kept"]["launches"] == 0
     assert rows["decode step, queries kept"]["launches"] <= NUM_LAYERS + 4
