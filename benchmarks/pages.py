@@ -1,8 +1,8 @@
 """``python -m benchmarks.pages``: brings every generated part of the documentation up to date.
 
 Result files, ``KrulConfig`` and the table of settings enter; tables in the README, ``docs/measured.md``,
-``docs/configuration.md`` and ``docs/support.md`` leave, and the figure of the demo. Tests compare the pages
-with what would be written.
+``docs/gpu.md``, ``docs/configuration.md`` and ``docs/support.md`` leave, and the figure of the demo. Tests
+compare the pages with what would be written.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from benchmarks import codec, multiturn, overlap, support
+from benchmarks.launches import __main__ as launches
 from benchmarks.load import rows as load
 from benchmarks.quality import result as quality
 from benchmarks.runner import Result
@@ -28,9 +29,11 @@ from krul_sglang.demo.report import draw_demo, ratio_text
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
+GPU = ROOT / "docs" / "gpu.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 ONLY_IN_README = ("load-summary", "overlap-summary")
 TABLES_OF_README = ("demo", *ONLY_IN_README)
+TABLES_OF_GPU = ("launches",)
 DEMO_RESULT = RESULTS / "demo-cpu.json"
 DEMO_FIGURE = "docs/figures/demo.png"
 
@@ -122,6 +125,7 @@ TABLES: dict[str, tuple[Callable[[Result, Path], str], *tuple[str, ...]]] = {
         *(f"quality-{suite}-cpu.json" for suite in ("agent", "recall", "bundled")),
     ),
     "codec": (codec.codec_table, "codec-cpu.json"),
+    "launches": (launches.launches_table, "launches.json"),
     "tiers": (tiers.tiers_table, "tiers-cpu.json"),
 }
 """What is written at each place of a page, and of which results in ``benchmarks/results``."""
@@ -155,15 +159,17 @@ def pages() -> dict[Path, str]:
     """Every page with generated parts, as it should be."""
     made = tables()
     of_readme = {name: made[name] for name in TABLES_OF_README}
-    of_measured = {
+    of_docs = {
         name: shown.replace("](benchmarks/", "](../benchmarks/")
         for name, shown in made.items()
         if name not in ONLY_IN_README
     }
-    of_measured["demo"] = of_measured["demo"].replace("](docs/", "](")
+    of_docs["demo"] = of_docs["demo"].replace("](docs/", "](")
+    of_gpu = {name: of_docs.pop(name) for name in TABLES_OF_GPU}
     return {
         README: render(README.read_text(encoding="utf-8"), of_readme),
-        MEASURED: render(MEASURED.read_text(encoding="utf-8"), of_measured),
+        MEASURED: render(MEASURED.read_text(encoding="utf-8"), of_docs),
+        GPU: render(GPU.read_text(encoding="utf-8"), of_gpu),
         CONFIGURATION: configuration_page(),
         support.PAGE: support.page(),
     }

@@ -1,0 +1,1 @@
+"""Counts kernels, copies and waits of the host per operation of the engine."""
