@@ -17,18 +17,18 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 40_500),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 11_700),
+    "product": (PRODUCT, 41_100),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 11_500),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
-        7_000,
+        7_600,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         14_800,
     ),
-    "benchmarks": (("benchmarks",), 9_000),
-    "tests": (("tests",), 56_000),
+    "benchmarks": (("benchmarks",), 9_400),
+    "tests": (("tests",), 53_400),
     "tests/support": (("tests/support",), 5_400),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
