@@ -29,7 +29,7 @@ from tests.support.scenario import (
     small_krul_server_args,
     wait_until,
 )
-from tests.support.server_plugin import WITH_PLUGIN
+from tests.support.server_plugin import WITH_PLUGIN, faulty_loads
 
 TOKEN_BYTES = 4096  # 4 layers x 2 KV heads x 64 channels x (K, V) x 4 bytes
 NGRAM = (
@@ -44,18 +44,17 @@ CHAIN = ("--speculative-ngram-max-bfs-breadth", "1")
 
 @dataclass(frozen=True)
 class Mode:
+    """``fails``: every second load is made to fail."""
+
     options: dict[str, Any]
     args: tuple[str, ...]
-
-    @property
-    def fails(self) -> bool:
-        return "fault_injection" in self.options
+    fails: bool = False
 
 
 MODES = {
     "page-1-broad-trees-random-heads": Mode({"planner": "random"}, ("--page-size", "1")),
     "page-16-whole-loads": Mode({"planner": "full-load"}, CHAIN),
-    "page-16-failing-loads": Mode({"planner": "random", "fault_injection": "load-error"}, CHAIN),
+    "page-16-failing-loads": Mode({"planner": "random"}, CHAIN, fails=True),
 }
 
 
@@ -95,7 +94,8 @@ def speculated(tiny_models: dict[str, Path]) -> Played:
 def restored(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Restored:
     mode = MODES[request.param]
     args = (*small_krul_server_args(POOL_TOKENS, mode.options), *NGRAM, *mode.args)
-    with ForkedServer(tiny_models["float32"], args=args, env={**STRICT, **WITH_PLUGIN}) as server:
+    env = faulty_loads("load-error") if mode.fails else WITH_PLUGIN
+    with ForkedServer(tiny_models["float32"], args=args, env={**STRICT, **env}) as server:
         played = play_all(server, evict=True)
         again = ask_again(server, played.turns, evict=True)
         before = settled_stats(server)["offload"]
