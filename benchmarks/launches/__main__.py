@@ -86,7 +86,8 @@ _COLUMNS: Columns = {
 _NOTES = """Counted on a CPU: the engine's own code runs beside a device that counts, with random KV in bf16.
 
 - Launches are operations of torch that start a kernel or a copy, one for each, and krul's Triton kernels.
-- Waits are those of the host for the device, those at the end of an operation included.
+- Waits are those of the host for the device, those at the end of an operation included. A copy that is
+  asked not to block counts as none: the memory that it needs for that is page-locked on a GPU.
 - Host is the time of this machine outside of the device's operations. It includes the time of counting.
 - Copied is what goes between host and device; peak is the device memory taken beside the pool.
 - To save in bases is to copy the turn as it is, to measure its attention (the statistics), and to encode it.
