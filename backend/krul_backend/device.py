@@ -193,11 +193,8 @@ class Device:
 
     def from_list(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Host values (nested, for more dimensions) as a tensor on this device. The thread does not wait."""
-        return self.from_host(torch.tensor(values, dtype=dtype))
-
-    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on this device of a tensor that may lie in any host memory. The thread does not wait."""
-        return self.upload(self.host_empty(tensor.shape, tensor.dtype).copy_(tensor))
+        tensor = torch.tensor(values, dtype=dtype)
+        return self.upload(self.host_empty(tensor.shape, dtype).copy_(tensor))
 
     def upload(self, host: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """Copy host memory to the device on the current stream, into ``target`` or a new tensor; return that.
