@@ -28,7 +28,7 @@ from krul_sglang.adapter.unsupported import NOT_MOVABLE
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.budget.served_bases import show
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
-from krul_sglang.engine.capture.turn_capture import QueryShape, TurnCapture
+from krul_sglang.engine.capture.turn_capture import QueryShape
 from krul_sglang.engine.common.asking import LatestAnswer
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode, RestorePath
@@ -49,7 +49,7 @@ and what was not recorded cannot be compressed."""
 logger = logging.getLogger(__name__)
 
 
-def attach_turn_capture(model_runner: Any, config: KrulConfig) -> TurnCapture:
+def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture:
     """Build the capture for a model runner whose pools exist, and hook its model.
 
     Raises:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
 import torch
 
 from krul_backend.device import Device
-from krul_sglang.engine.capture.turn_capture import TurnCapture
+from krul_sglang.engine.capture.query_capture import QueryCapture, unrecorded
 
 
 class EnginePrefill:
@@ -19,7 +18,7 @@ class EnginePrefill:
     not recorded, since the request's own forward records it.
     """
 
-    def __init__(self, model_runner: Any, capture: TurnCapture | None) -> None:
+    def __init__(self, model_runner: Any, capture: QueryCapture | None) -> None:
         self._runner = model_runner
         self._capture = capture
 
@@ -37,10 +36,7 @@ class EnginePrefill:
         """
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
-        suspended: AbstractContextManager[None] = (
-            nullcontext() if self._capture is None else self._capture.suspended()
-        )
-        with suspended:
+        with unrecorded(self._capture):
             forward_batch = ForwardBatch.init_new(
                 self._part_of(schedule_batch, index, first, end),
                 self._runner,

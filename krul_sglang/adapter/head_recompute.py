@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from krul_backend.device import Device
 from krul_sglang.adapter.head_attention import HeadAttention, NoHeadsError, span_attention
-from krul_sglang.engine.capture.turn_capture import TurnCapture
+from krul_sglang.engine.capture.query_capture import QueryCapture, unrecorded
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.span_attention import Span
 from krul_sglang.engine.restore.heads import Head
@@ -29,7 +28,7 @@ class HeadRecompute:
         NoHeadsError: a model whose layers are not called as those of Llama are.
     """
 
-    def __init__(self, model_runner: Any, pool: DevicePool, capture: TurnCapture | None) -> None:
+    def __init__(self, model_runner: Any, pool: DevicePool, capture: QueryCapture | None) -> None:
         self._runner = model_runner
         self._pool = pool
         self._capture = capture
@@ -59,10 +58,10 @@ class HeadRecompute:
         token_ids = torch.cat([head.token_ids for head in heads])
         positions = torch.cat([torch.arange(head.start, head.ends[0], device=device) for head in heads])
         hidden = batch = lengths = None
-        suspended: AbstractContextManager[None] = (
-            nullcontext() if self._capture is None else self._capture.suspended()
-        )
-        with suspended, get_model().override(shared_experts=self._runner.model.shared_experts_config):
+        with (
+            unrecorded(self._capture),
+            get_model().override(shared_experts=self._runner.model.shared_experts_config),
+        ):
             try:
                 for cut, of_cut in zip(cuts, seq_lens, strict=True):
                     if lengths is None:

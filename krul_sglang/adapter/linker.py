@@ -225,6 +225,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """The lease of ``rid`` is not needed, or a load has it."""
         self.returning.end_lease(rid)
 
+    @timed
+    def release(self, rid: str) -> None:
+        """Forget ``rid``: it has ended, or was aborted."""
+        self.returning.release(rid)
+
     # ---- store ----
 
     @timed
@@ -341,8 +346,6 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.returning.release_all()
         self.asking.close()
         self._connection.close()
-        if self._capture is not None:
-            self._capture.close()
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank, as plain values: the store's, the offloader's and the loader's."""
@@ -364,7 +367,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             },
             "compression": {
                 **self.offloader.choices.as_dict(),
-                "estimator": None if self._capture is None else self._capture.stats(),
+                "estimator": None if self._capture is None else {"name": "sampled"},
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},

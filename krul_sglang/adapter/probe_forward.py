@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from krul_backend.codec.layout import LayerKV
 from krul_sglang.engine.budget.probing import History, RunOnHistory
-from krul_sglang.engine.capture.turn_capture import TurnCapture
+from krul_sglang.engine.capture.query_capture import QueryCapture, unrecorded
 
 
 class HistoryAttention(AttentionBackend):  # type: ignore[misc]
@@ -79,7 +78,7 @@ def probe_forward(
     token_ids: torch.Tensor,
     first_position: int,
     attention: HistoryAttention,
-    unrecorded: AbstractContextManager[None],
+    suspended: AbstractContextManager[None],
 ) -> torch.Tensor:
     """Logits ``[W, vocabulary]`` (float32) of ``token_ids`` ``[W]`` at ``first_position`` and after.
 
@@ -108,7 +107,7 @@ def probe_forward(
         capture_hidden_mode=CaptureHiddenMode.NULL,
     )
     with (
-        unrecorded,
+        suspended,
         get_model().override(shared_experts=model_runner.model.shared_experts_config),
         forward_context(ForwardContext(attn_backend=attention), forward_batch=batch),
     ):
@@ -120,7 +119,7 @@ def probe_forward(
 class ProbeForwards:
     """Prepares forwards of a rank's model for probes; ``capture`` records nothing of them."""
 
-    def __init__(self, model_runner: Any, capture: TurnCapture | None) -> None:
+    def __init__(self, model_runner: Any, capture: QueryCapture | None) -> None:
         self._runner = model_runner
         self._capture = capture
 
@@ -129,12 +128,9 @@ class ProbeForwards:
         pool = self._runner.token_to_kv_pool
         device = torch.device(self._runner.device)
         attention = HistoryAttention(num_history, num_tokens, history, device, pool)
-        unrecorded: Callable[[], AbstractContextManager[None]] = (
-            nullcontext if self._capture is None else self._capture.suspended
-        )
 
         def run(token_ids: torch.Tensor) -> torch.Tensor:
-            logits = probe_forward(self._runner, token_ids, num_history, attention, unrecorded())
+            logits = probe_forward(self._runner, token_ids, num_history, attention, unrecorded(self._capture))
             if attention.error is not None:
                 raise attention.error
             return logits

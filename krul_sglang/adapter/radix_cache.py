@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from krul_backend.segment import TokenIds
 from krul_sglang.adapter.linker import KrulLinker
-from krul_sglang.engine.capture.turn_capture import TurnCapture
+from krul_sglang.engine.capture.query_capture import QueryCapture
 from krul_sglang.engine.common.moved_runs import MOVED_TOKENS, MovedRun, moved_key
 from krul_sglang.engine.restore.returning_request import Prompt
 from krul_sglang.engine.save.offload import Job
@@ -353,14 +353,14 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
 
     def release_request(self, rid: str) -> None:
         super().release_request(rid)
-        self.cache_linker.returning.release(rid)
+        self.cache_linker.release(rid)
 
 
 class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """The radix cache behind ``--radix-cache-backend krul``."""
 
     linker: KrulLinkerWrapper
-    capture: TurnCapture | None = None
+    capture: QueryCapture | None = None
 
     def init_cache_linker(self, cache_linker: KrulLinker) -> None:
         self.linker = KrulLinkerWrapper(self, cache_linker)
@@ -395,7 +395,7 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """Give up a request's row, as SGLang does, and what was recorded of it unless its turn is stored."""
         super().on_release(req, checkpointed=checkpointed)
-        self.linker.cache_linker.returning.release(req.rid)
+        self.linker.cache_linker.release(req.rid)
         if self.capture is not None:
             self.capture.forget(req.rid, req.kv.req_pool_idx)
 

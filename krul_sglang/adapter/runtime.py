@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from krul_sglang.config import KrulConfig
     from krul_sglang.engine.budget.provenance import KvProvenance
     from krul_sglang.engine.budget.served_bases import ServedBases
-    from krul_sglang.engine.capture.turn_capture import TurnCapture
+    from krul_sglang.engine.capture.query_capture import QueryCapture
     from krul_sglang.engine.common.agreement import RankAgreement
     from krul_sglang.engine.common.kv_pool import DevicePool
     from krul_sglang.engine.common.served_model import ServedModel
@@ -46,7 +46,7 @@ class KrulRuntime:
     gate: TransferGate = field(default_factory=TransferGate, init=False)
     # When the model is loaded, before CUDA graphs are captured.
     model_runner: Any = field(init=False)
-    capture: TurnCapture | None = None
+    capture: QueryCapture | None = None
     # By the factory of the cache.
     model: ServedModel = field(init=False)
     pool: DevicePool = field(init=False)

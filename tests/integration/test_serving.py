@@ -21,6 +21,7 @@ from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     KRUL,
     STRICT,
+    abort_side_by_side,
     ask,
     assert_nothing_left_behind,
     krul_stats,
@@ -182,24 +183,8 @@ def test_disconnect_while_a_restored_request_decodes(server: ServerProcess) -> N
 
 
 def test_abort_of_waiting_and_running_requests(server: ServerProcess) -> None:
-    prompts = [random_prompt(("abort", i), 600) for i in range(6)]
-    for prompt in prompts:
-        ask(server, prompt, max_new_tokens=1)
-    push_out(server, num_tokens=POOL_TOKENS, seed="abort")
-
-    def run(index: int) -> int:
-        payload = request_payload(prompts[index], max_new_tokens=600, rid=f"abort-{index}")
-        return httpx.post(f"{server.url}/generate", json=payload, timeout=120, trust_env=False).status_code
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        # 600 + 600 tokens each: the pool holds one or two at a time, the others wait with a lease.
-        futures = [pool.submit(run, index) for index in range(len(prompts))]
-        time.sleep(1.0)
-        for index in range(len(prompts)):
-            server_post(server, "/abort_request", {"rid": f"abort-{index}"})
-            time.sleep(0.05)
-        for future in futures:
-            future.result()
+    # 600 + 600 tokens each: the pool holds one or two at a time, the others wait.
+    abort_side_by_side(server, 6, max_new_tokens=600)
     wait_until_idle(server)
 
 
@@ -225,10 +210,6 @@ def test_many_conversations_at_once_in_a_pool_for_two(server: ServerProcess) -> 
         host_tokens = sum(pool.map(converse, range(8)))
     assert errors == []
     assert host_tokens > 0
-
-
-def server_post(server: ServerProcess, path: str, payload: dict[str, object]) -> None:
-    assert httpx.post(f"{server.url}{path}", json=payload, timeout=60, trust_env=False).status_code == 200
 
 
 def wait_until_idle(server: ServerProcess, timeout_s: float = 60.0) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from krul_sglang.demo.server import ServerProcess
@@ -18,6 +15,7 @@ from tests.support.scenario import (
     STRICT,
     Answer,
     Played,
+    abort_side_by_side,
     ask,
     assert_nothing_left_behind,
     assert_same,
@@ -101,7 +99,7 @@ def restored(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Re
         before = settled_stats(server)["offload"]
         last_turn = ask(server, random_prompt("last", 333), max_new_tokens=10)
         stats = settled_stats(server)
-        abort_running_and_waiting(server)
+        abort_side_by_side(server, 4, max_new_tokens=1000)
         wait_until(lambda: not settled_stats(server)["num_leases"], "leases of aborted requests")
         if not mode.fails:
             assert_nothing_left_behind(server)
@@ -128,27 +126,6 @@ def ask_again(server: ServerProcess, turns: list[Answer], *, evict: bool) -> lis
         if evict:
             push_out(server, num_tokens=POOL_TOKENS, seed=("again", number))
     return again
-
-
-def abort_running_and_waiting(server: ServerProcess) -> None:
-    """Abort requests that come back from the host: some while they verify, some while they wait."""
-    prompts = [random_prompt(("abort", i), 600) for i in range(4)]
-    for prompt in prompts:
-        ask(server, prompt, max_new_tokens=1)
-    push_out(server, num_tokens=POOL_TOKENS, seed="abort")
-
-    def run(index: int) -> int:
-        payload = request_payload(prompts[index], max_new_tokens=1000, rid=f"abort-{index}")
-        return httpx.post(f"{server.url}/generate", json=payload, timeout=120, trust_env=False).status_code
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        futures = [pool.submit(run, index) for index in range(len(prompts))]
-        time.sleep(1.0)
-        for index in range(len(prompts)):
-            aborted = {"rid": f"abort-{index}"}
-            httpx.post(f"{server.url}/abort_request", json=aborted, timeout=60, trust_env=False)
-        for future in futures:
-            future.result()
 
 
 def test_control_speculation_changes_no_token(kept: Played, speculated: Played) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
@@ -172,9 +173,8 @@ def recall_facts(server: ServerProcess, num_conversations: int) -> tuple[list[bo
 
     Also the number of facts that were asked for after the first turn.
     """
-    conversations = load_conversations(BUNDLED_CONVERSATIONS).select(
-        num_conversations=num_conversations, turns=None
-    )
+    bundled = load_conversations(BUNDLED_CONVERSATIONS)
+    conversations = bundled.select(num_conversations=num_conversations, turns=None)
     expected = {
         (conversation.conversation_id, number): turn.expected
         for conversation in conversations
@@ -204,9 +204,31 @@ def play_chats(
         yield result
 
 
+def abort_side_by_side(server: ServerProcess, num_prompts: int, *, max_new_tokens: int) -> None:
+    """Abort requests that come back from the host: some while they run, some while they wait with a lease."""
+    prompts = {f"abort-{i}": random_prompt(("abort", i), 600) for i in range(num_prompts)}
+    for prompt in prompts.values():
+        ask(server, prompt, max_new_tokens=1)
+    push_out(server, num_tokens=POOL_TOKENS, seed="abort")
+
+    def post(path: str, payload: dict[str, Any]) -> int:
+        return httpx.post(f"{server.url}{path}", json=payload, timeout=120, trust_env=False).status_code
+
+    with ThreadPoolExecutor(num_prompts) as pool:
+        futures = [
+            pool.submit(post, "/generate", request_payload(prompt, max_new_tokens=max_new_tokens, rid=rid))
+            for rid, prompt in prompts.items()
+        ]
+        time.sleep(1.0)
+        for rid in prompts:
+            assert post("/abort_request", {"rid": rid}) == 200
+            time.sleep(0.05)
+        for future in futures:
+            future.result()
+
+
 def krul_stats(server: ServerProcess) -> dict[str, Any]:
-    stats: dict[str, Any] = server.server_info()["internal_states"][0]["krul"]
-    return stats
+    return dict(server.server_info()["internal_states"][0]["krul"])
 
 
 def settled_stats(server: ServerProcess) -> dict[str, Any]:
@@ -220,11 +242,8 @@ def daemon_pid(server: ServerProcess) -> int:
 
 
 def wait_until_connected(server: ServerProcess, timeout_s: float = 60.0) -> dict[str, Any]:
-    deadline_s = time.monotonic() + timeout_s
-    while not (stats := krul_stats(server))["daemon"]["is_connected"]:
-        assert time.monotonic() < deadline_s, f"the daemon never came back: {stats['daemon']}"
-        time.sleep(0.2)
-    return stats
+    wait_until(lambda: krul_stats(server)["daemon"]["is_connected"], "the daemon to come back", timeout_s)
+    return krul_stats(server)
 
 
 def assert_nothing_left_behind(server: ServerProcess, failed_batches: int = 0) -> None:
@@ -252,15 +271,12 @@ def assert_nothing_left_behind(server: ServerProcess, failed_batches: int = 0) -
 
 def wait_for_probes(server: ServerProcess, num_probes: int, timeout_s: float = 60.0) -> int:
     """Wait until an idle server has run more probes than ``num_probes``; returns how many."""
-    probes = num_probes
 
-    def has_more() -> bool:
-        nonlocal probes
-        probes = krul_stats(server)["compression"]["budget"]["probes"]
-        return probes > num_probes
+    def probes() -> int:
+        return int(krul_stats(server)["compression"]["budget"]["probes"])
 
-    wait_until(has_more, f"a probe after {num_probes}", timeout_s)
-    return probes
+    wait_until(lambda: probes() > num_probes, f"a probe after {num_probes}", timeout_s)
+    return probes()
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from krul_backend.planner.planners import PLANNERS
-from tests.support.faulty_loads import FaultyLoads
 from tests.support.random_heads import RandomPlanner
+
+STALL_S = 6.0
+"""Longer than any load is waited for in tests, unless the server has a ``load_timeout``."""
 
 _SKIP_HEADS = "TESTS_SKIP_HEADS"
 _SPOIL_HEADS_OF_RANK = "TESTS_SPOIL_HEADS_OF_RANK"
@@ -31,6 +33,33 @@ WITH_PLUGIN = {
 
 SKIPPED_HEADS = {**WITH_PLUGIN, _SKIP_HEADS: "1"}
 """Environment of a server that, besides, never recomputes heads, and so gives wrong answers."""
+
+
+class FaultyLoads:
+    """Lets every second load fail, or stop for longer than its deadline, at changing layers.
+
+    Ranks take turns: what fails on one of them works on the others. ``fault``: ``load-error`` or
+    ``load-stall``. ``patience_s``: of the loader.
+    """
+
+    def __init__(
+        self, fault: str, rank: int, num_ranks: int, num_layers: int, patience_s: float | None = None
+    ) -> None:
+        assert fault in ("load-error", "load-stall"), fault
+        self._fault = fault
+        self._stall_s = STALL_S if patience_s is None else 3 * patience_s
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._num_layers = num_layers
+
+    def before_layer(self, index: int, layer: int) -> None:
+        """Raise or wait at one layer of batch ``index``; see the class."""
+        number, is_spared = divmod(index, 2)
+        if is_spared or number % self._num_ranks != self._rank or layer != number % self._num_layers:
+            return
+        if self._fault == "load-error":
+            raise OSError(f"injected at layer {layer} of load {index}")
+        time.sleep(self._stall_s)
 
 
 def spoiled_heads(rank: int) -> dict[str, str]:

@@ -93,6 +93,13 @@ def test_the_folder_of_data_is_left_out_of_the_command(monkeypatch: pytest.Monke
     assert runner.about(Path("/a/b/texts"))["command"] == "python -m benchmarks.load --data texts"
 
 
+def test_an_interpreter_elsewhere_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["/other/.venv/bin/python", "-m", "benchmarks.load"])
+    assert runner.about()["command"] == "python -m benchmarks.load"
+    monkeypatch.setattr("sys.orig_argv", [str(Path.cwd() / ".venv/bin/python"), "-m", "benchmarks.load"])
+    assert runner.about()["command"] == ".venv/bin/python -m benchmarks.load"
+
+
 def test_samples_are_replaced_wherever_they_stand() -> None:
     kept = without_samples(
         {

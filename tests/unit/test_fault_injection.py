@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import faulty_loads
-from tests.support.faulty_loads import STALL_S, FaultyLoads
+from tests.support.server_plugin import STALL_S, FaultyLoads
 
 NUM_LAYERS = 3
 

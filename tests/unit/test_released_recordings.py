@@ -31,8 +31,7 @@ def cache(capture: QueryCapture, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(UnifiedRadixCache, "claim_kv_row", claim)
     cache: Any = KrulRadixCache.__new__(KrulRadixCache)
     cache.capture = capture
-    returning = SimpleNamespace(release=lambda rid: None)
-    cache.linker = SimpleNamespace(cache_linker=SimpleNamespace(returning=returning))
+    cache.linker = SimpleNamespace(cache_linker=SimpleNamespace(release=lambda rid: None))
     return cache
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -39,6 +40,15 @@ from tests.support.tiered_builders import (
 KEYS = page_keys("c", 0, 4)
 
 
+def requests_on(
+    rig: Rig, clock: Callable[[], float] = time.monotonic, *, max_ahead_bytes: int = sys.maxsize
+) -> ReturningRequests:
+    """The table of a server whose store is the rig's, and answers at once."""
+    return ReturningRequests(
+        rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=max_ahead_bytes
+    )
+
+
 @pytest.fixture
 def rig() -> Rig:
     return Rig()
@@ -51,7 +61,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def waiting(rig: Rig, clock: Clock) -> ReturningRequests:
-    return ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    return requests_on(rig, clock)
 
 
 def lookups(rig: Rig) -> int:
@@ -231,7 +241,7 @@ def test_requests_that_wait_pin_no_more_than_they_may(rig: Rig, num_segments: fl
     for name in "abc":
         put_in_dram(rig, name, 0, 4)
     max_ahead_bytes = int(num_segments * sum(SIZES))
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=max_ahead_bytes)
+    waiting = requests_on(rig, max_ahead_bytes=max_ahead_bytes)
     assert look_ahead(waiting, "abc") == [4, 4, 4]
     assert rig.store.stats().num_leases == waiting.num_leases == len(expected)
     assert promise(waiting, "c", page_keys("c", 0, 4)) == 4
@@ -242,7 +252,7 @@ def test_what_is_in_dram_is_held_as_far_as_it_fits(rig: Rig) -> None:
     put_in_dram(rig, "a", 0, 4)
     put_in_dram(rig, "b", 0, 4)
     put_in_dram(rig, "c", 0, 2, (10, 10))
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=sum(SIZES) + 20)
+    waiting = requests_on(rig, max_ahead_bytes=sum(SIZES) + 20)
     for _ in range(2):
         assert look_ahead(waiting, "abc") == [4, 4, 2]
         assert waiting.num_leases == 2
@@ -253,7 +263,7 @@ def test_what_is_in_dram_is_held_as_far_as_it_fits(rig: Rig) -> None:
 def test_one_that_comes_to_the_front_gets_the_room_of_the_last(rig: Rig) -> None:
     for name in "abc":
         put_in_dram(rig, name, 0, 4)
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=2 * sum(SIZES))
+    waiting = requests_on(rig, max_ahead_bytes=2 * sum(SIZES))
     look_ahead(waiting, "ab")
     look_ahead(waiting, "cab")
     assert end_all(rig, waiting, "abc") == "ac"
@@ -264,9 +274,7 @@ def test_one_outside_of_the_queue_counts_as_the_last(rig: Rig, clock: Clock) -> 
     put_in_dram(rig, "a", 0, 4)
     put_in_dram(rig, "b", 0, 4)
     put_below(rig.ssd, "c", 0, 4)
-    waiting = ReturningRequests(
-        rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=2 * sum(SIZES)
-    )
+    waiting = requests_on(rig, clock, max_ahead_bytes=2 * sum(SIZES))
     for name in "ab":
         promise(waiting, name, page_keys(name, 0, 4))
     look_ahead(waiting, "c")
@@ -279,9 +287,7 @@ def test_what_waits_below_dram_is_prefetched_when_there_is_room(rig: Rig, clock:
     put_in_dram(rig, "a", 0, 4)
     put_below(rig.ssd, "b", 0, 4)
     put_below(rig.ssd, "c", 0, 1, (10, 10))
-    waiting = ReturningRequests(
-        rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=sum(SIZES) + 20
-    )
+    waiting = requests_on(rig, clock, max_ahead_bytes=sum(SIZES) + 20)
     for _ in range(2):
         found = look_ahead(waiting, "abc")
         # "c" would fit, but "b" comes before it.
@@ -303,9 +309,7 @@ def test_a_request_keeps_its_place_in_dram_when_its_prefix_on_the_device_changes
 ) -> None:
     put_below(rig.ssd, "c", 0, 4)
     put_below(rig.ssd, "d", 0, 4)
-    waiting = ReturningRequests(
-        rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=sum(SIZES)
-    )
+    waiting = requests_on(rig, clock, max_ahead_bytes=sum(SIZES))
     assert look_ahead(waiting, "c", [KEYS[1:]]) == [3]
     wait_until_read(rig)
     assert look_ahead(waiting, "cd") == [4, 4]
@@ -320,7 +324,7 @@ def test_a_request_keeps_its_place_in_dram_when_its_prefix_on_the_device_changes
 
 def test_a_segment_that_requests_share_counts_once(rig: Rig) -> None:
     put_in_dram(rig, "c", 0, 4)
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), max_ahead_bytes=sum(SIZES))
+    waiting = requests_on(rig, max_ahead_bytes=sum(SIZES))
     put_in_dram(rig, "d", 0, 4)
     shared = [KEYS, KEYS[:3], page_keys("d", 0, 4), KEYS[:2]]
     assert look_ahead(waiting, "abdc", shared) == [4, 3, 4, 2]
@@ -331,9 +335,7 @@ def test_the_next_one_gets_the_room_of_those_behind_it(rig: Rig, clock: Clock) -
     put_in_dram(rig, "a", 0, 4)
     put_in_dram(rig, "b", 0, 4)
     put_below(rig.ssd, "c", 0, 4)
-    waiting = ReturningRequests(
-        rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=2 * sum(SIZES)
-    )
+    waiting = requests_on(rig, clock, max_ahead_bytes=2 * sum(SIZES))
     assert look_ahead(waiting, "ab") == [4, 4]
     assert look_ahead(waiting, "cab") == [4, 4, 4]
     wait_until_read(rig)
@@ -345,9 +347,7 @@ def test_none_loses_its_room_to_one_that_it_is_not_enough_for(rig: Rig, clock: C
     put_in_dram(rig, "a", 0, 4)
     put_below(rig.ssd, "b", 0, 4)
     put_in_dram(rig, "c", 0, 2, (10, 10))
-    waiting = ReturningRequests(
-        rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=sum(SIZES) + 20 - 1
-    )
+    waiting = requests_on(rig, clock, max_ahead_bytes=sum(SIZES) + 20 - 1)
     look_ahead(waiting, "acb")
     assert waiting.num_leases == 2
     assert rig.ssd.num_reads == 0
@@ -362,7 +362,7 @@ def test_what_is_admitted_takes_the_room_of_the_last_in_the_queue(
     clock: Clock, num_segments: int, left: str
 ) -> None:
     rig = Rig(num_segments * (TAKEN_BYTES + FLAGS_BYTES))
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = requests_on(rig, clock)
     for name in "abc":
         put_below(rig.ssd, name, 0, 4)
     for number in range(3):
@@ -385,7 +385,7 @@ def test_an_admitted_request_takes_no_more_room_than_it_needs(clock: Clock) -> N
     for name in "abc":
         put_in_dram(rig, name, 0, 4)
     put_below(rig.ssd, "x", 0, 4)
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = requests_on(rig, clock)
     assert look_ahead(waiting, "abcx") == [4, 4, 4, 4]
     held = waiting.take("x")
     assert held is not None
@@ -399,7 +399,7 @@ def test_an_admitted_request_takes_no_more_room_than_it_needs(clock: Clock) -> N
 def test_after_a_refusal_none_asks_for_a_while_and_then_all_do_in_their_order(clock: Clock) -> None:
     """Neither those behind the one that was refused, nor those that come later, get before it."""
     rig = Rig(2 * (TAKEN_BYTES + FLAGS_BYTES))
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = requests_on(rig, clock)
     reservation = rig.host.reserve((2 * (TAKEN_BYTES + FLAGS_BYTES),))
     assert reservation is not None
     for name in "abcd":
@@ -434,7 +434,7 @@ def test_after_a_refusal_none_asks_for_a_while_and_then_all_do_in_their_order(cl
 def test_an_admitted_request_gets_room_while_much_is_being_prefetched(clock: Clock) -> None:
     """Its load is not limited as prefetches are: what it lacks is room."""
     rig = Rig(4 * TAKEN_BYTES + 256 + 64 + FLAGS_BYTES)
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = requests_on(rig, clock)
     for name in "abcd":
         put_in_dram(rig, name, 0, 4)
     put_below(rig.ssd, "e", 0, 4, (200, 40))
@@ -455,7 +455,7 @@ def test_an_admitted_request_gets_room_while_much_is_being_prefetched(clock: Clo
 
 def test_what_is_on_its_way_gives_no_room(clock: Clock) -> None:
     rig = Rig(3 * TAKEN_BYTES + 2 * FLAGS_BYTES)
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = requests_on(rig, clock)
     put_in_dram(rig, "a", 0, 4)
     for name in "bx":
         put_below(rig.ssd, name, 0, 4)
@@ -477,9 +477,7 @@ def test_what_is_on_its_way_gives_no_room(clock: Clock) -> None:
 
 def test_the_first_that_found_no_room_gets_that_of_those_behind_it(clock: Clock) -> None:
     rig = Rig(4 * TAKEN_BYTES + FLAGS_BYTES)
-    waiting = ReturningRequests(
-        rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=3 * sum(SIZES)
-    )
+    waiting = requests_on(rig, clock, max_ahead_bytes=3 * sum(SIZES))
     for name in "bcd":
         put_in_dram(rig, name, 0, 4)
     put_below(rig.ssd, "a", 0, 4)
@@ -496,7 +494,7 @@ def test_the_first_that_found_no_room_gets_that_of_those_behind_it(clock: Clock)
 
 def test_one_that_may_have_no_more_in_dram_holds_nobody_up(clock: Clock) -> None:
     rig = Rig(tenant_quota=0.05)
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = requests_on(rig, clock)
     for name in "ab":
         put_below(rig.ssd, name, 0, 4, tenant="t")
     put_below(rig.ssd, "c", 0, 1, (10, 10))
@@ -516,9 +514,7 @@ def test_one_that_may_have_no_more_in_dram_holds_nobody_up(clock: Clock) -> None
 def test_a_segment_below_dram_that_requests_share_counts_once(rig: Rig, clock: Clock) -> None:
     put_below(rig.ssd, "c", 0, 4)
     put_below(rig.ssd, "d", 0, 1, (10, 10))
-    waiting = ReturningRequests(
-        rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=sum(SIZES) + 20
-    )
+    waiting = requests_on(rig, clock, max_ahead_bytes=sum(SIZES) + 20)
     look_ahead(waiting, "abd", [KEYS, KEYS[:3], page_keys("d", 0, 1)])
     wait_until_read(rig, num_segments=2)
     assert end_all(rig, waiting, "abd") == "abd"
@@ -582,9 +578,7 @@ def test_a_round_in_which_nothing_changes_goes_through_no_lease(
     put_below(rig.ssd, "c", 0, 4)
     rig.ssd.reads_go_on.clear()
     # There is no room for "c".
-    waiting = ReturningRequests(
-        rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=2 * sum(SIZES)
-    )
+    waiting = requests_on(rig, clock, max_ahead_bytes=2 * sum(SIZES))
     look_ahead(waiting, "abc")
     rounds: list[float] = []
     monkeypatch.setattr(waiting, "_settle", rounds.append)
@@ -709,7 +703,7 @@ def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
     rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held_lease, "RECOMPUTED_TOKENS", 4)
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = requests_on(rig, clock)
     keys = page_keys("new", 0, 20)
     put_in_dram(rig, "new", 0, 3)
     put_in_dram(rig, "old", 5, 12)
@@ -750,7 +744,7 @@ def test_a_moved_run_comes_to_dram_while_its_request_waits(
     rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held_lease, "RECOMPUTED_TOKENS", 4)
-    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock)
+    waiting = requests_on(rig, clock)
     keys = page_keys("new", 0, 20)
     put_below(rig.ssd, "old", 5, 9)
     assert look_up(waiting, "a", keys, lambda num_found: moved_run(5, 9)) > 0

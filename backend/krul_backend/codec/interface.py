@@ -237,7 +237,7 @@ class SegmentDecoder(SegmentLayout):
 
 
 class KVBuffers(Protocol):
-    """What KV is written to: see ``DevicePool.buffers``."""
+    """Hands out what KV is written to: the buffers of each layer, see ``DevicePool.buffers``."""
 
     def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -260,7 +260,7 @@ class TailReader(Protocol[Decoder_co]):
 
     @property
     def num_tokens(self) -> int:
-        """How many of the segment's tokens are wanted, the heads of layers included."""
+        """The number of the segment's tokens that are wanted, the heads of layers included."""
 
     @property
     def end_row(self) -> int: ...
@@ -270,10 +270,10 @@ class TailReader(Protocol[Decoder_co]):
     def first_row(self, layer: int) -> int: ...
 
     def num_head_rows(self, layer: int) -> int:
-        """How many of the ``num_tokens`` the head of this layer covers."""
+        """The number of wanted tokens that the head of this layer covers."""
 
     def block(self, source: int) -> Any:
-        """What names the part of a block that is read, to check it before."""
+        """Names the part of a block that is read, so that its bytes are checked before."""
 
     def num_tail_bytes(self, source: int, layer: int) -> int:
         """The size of a block from the record on in which the tail of ``layer`` begins; 0 without a tail."""
@@ -323,7 +323,7 @@ class Restorer(ABC, Generic[Decoder]):
 
     @property
     def has_decoded(self) -> bool:
-        """Whether ``check`` may find something."""
+        """True once something was decoded, so that ``check`` may find damage."""
         return False
 
     def check(self) -> None:

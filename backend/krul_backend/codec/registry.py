@@ -25,7 +25,7 @@ CODECS: dict[str, Callable[[ModelKV, CodecOptions | None], Codec[Any]]] = {
     PairCodec.name: PairCodec,
     HeldBases.name: lambda model, options: HeldBases(model),
 }
-"""What makes each codec for a model, by its name. A new codec needs a line here."""
+"""Makes each codec for a model, by its name. A new codec needs a line here."""
 
 _MAX_OPENED = 256
 """Decoders that are kept: of the conversations that return now."""

@@ -7,7 +7,8 @@ does, and nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,6 @@ from krul_sglang.engine.capture.turn_capture import (
     QueryShape,
     Recording,
     RequestPlaces,
-    TurnCapture,
     parts_of,
 )
 
@@ -85,8 +85,8 @@ class CapturePlan:
         return cls(num_requests(), num_rows, (num_requests() + 1) * request_bytes)
 
 
-class QueryCapture(TurnCapture):
-    """Keeps a few rows of each turn and reduces them when it ends: the estimator "sampled".
+class QueryCapture:
+    """Keeps a few rows of each turn that one model runner serves, through hooks on its attention modules.
 
     A request gets a place of ``num_rows`` rows when its prompt starts to run, if one is free; without one
     it is not recorded. The place stays taken until ``release``, also after the request has ended, so
@@ -105,7 +105,14 @@ class QueryCapture(TurnCapture):
 
     A captured graph of ``n`` tokens copies the first ``min(n, W)`` entries: a forward never keeps more rows
     than it has tokens, and the entries that it does not use write to the unread place.
+
+    In each forward ``begin_forward`` comes first, on the host. Then the modules run, in Python or as a
+    replayed graph: in Python ``record`` is called in layer order; a replay repeats the device operations that
+    ``record`` gave while the graph was captured. ``end_forward`` comes last, on the host. While suspended,
+    modules are not recorded.
     """
+
+    is_suspended = False
 
     def __init__(self, shape: QueryShape, plan: CapturePlan, *, device: torch.device) -> None:
         self.shape = shape
@@ -124,19 +131,50 @@ class QueryCapture(TurnCapture):
         self._num_kept = 0
         self._is_captured = False
 
+    def install(self, attention_modules: list[Any]) -> None:
+        """Hook the attention modules, one per layer and in layer order."""
+        for layer, module in enumerate(attention_modules):
+            module.register_forward_pre_hook(self._make_hook(layer))
+
+    @contextmanager
+    def recording(self, schedule_batch: Any) -> Iterator[None]:
+        """A block inside which the forward of SGLang's ``ScheduleBatch`` runs, eagerly or as a graph.
+
+        It is entered for every forward, also for those of which nothing is recorded.
+        """
+        self.begin_forward(schedule_batch)
+        try:
+            yield
+        finally:
+            self.end_forward()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A block inside which forwards are not recorded, because they compute recorded tokens again."""
+        self.is_suspended = True
+        try:
+            yield
+        finally:
+            self.is_suspended = False
+
     @property
     def num_heads(self) -> int:
+        """The number of heads of the statistics: this rank's query heads."""
         return self.shape.num_query_heads
 
     def take(self, rid: str, slot: int) -> CapturedRows | None:
+        """The recording of a request that has ended in row ``slot`` of SGLang's request pool.
+
+        None if it was not recorded. The caller releases it.
+        """
         recording = self._places.take(rid, slot)
         return None if recording is None else CapturedRows(self, recording.place)
 
-    def stats(self) -> dict[str, Any]:
-        return {"name": "sampled"}
-
-    def close(self) -> None:
-        """Nothing to end: nothing runs beside the engine."""
+    def forget(self, rid: str, slot: int) -> None:
+        """Make room if a request was recorded that has ended in this row, and that nobody took."""
+        turn = self.take(rid, slot)
+        if turn is not None:
+            turn.release()
 
     def read(self, place: int) -> QueryRows:
         """Copies of a place's rows, by position. Call it after the forwards that wrote them."""
@@ -154,6 +192,7 @@ class QueryCapture(TurnCapture):
         self._places.release(place)
 
     def begin_forward(self, schedule_batch: Any) -> None:
+        """Decide what of this forward is recorded. ``schedule_batch`` is SGLang's ``ScheduleBatch``."""
         mode = schedule_batch.forward_mode
         is_prompt = mode.is_extend_without_speculative()
         keeps_decoded = False
@@ -164,6 +203,7 @@ class QueryCapture(TurnCapture):
             self._keep(self._chosen(parts_of(schedule_batch), keeps_decoded))
 
     def record(self, layer: int, q: torch.Tensor) -> None:
+        """``q``: ``[num_tokens, num_query_heads * head_dim]``, after RoPE. It belongs to the engine."""
         if layer == 0:
             self._is_captured = self._device.is_capturing()
         num_rows = min(len(self._tokens), len(q)) if self._is_captured else self._num_kept
@@ -172,12 +212,20 @@ class QueryCapture(TurnCapture):
             self._queries[layer].index_copy_(0, self._targets[:num_rows], kept.to(self.shape.dtype))
 
     def end_forward(self) -> None:
+        """Called when the forward is queued on the device, or has failed. Recording pauses until the next."""
         if self._num_kept:
             # A graph that is replayed without new buffers must not write into a request's place, and may have
             # fewer tokens.
             self._tokens.zero_()
             self._targets.fill_(self._unread_row)
             self._num_kept = 0
+
+    def _make_hook(self, layer: int) -> Any:
+        def hook(module: Any, args: tuple[Any, ...]) -> None:
+            if not self.is_suspended:
+                self.record(layer, args[0])
+
+        return hook
 
     def _chosen(self, parts: Sequence[BatchPart], keeps_decoded: bool) -> list[tuple[int, int, int]]:
         """``(token of the forward, row to write, tokens it sees)`` of each row that is kept."""
@@ -227,6 +275,11 @@ class QueryCapture(TurnCapture):
 
     def _rows_of(self, place: int) -> slice:
         return slice(place * self.plan.num_rows, (place + 1) * self.plan.num_rows)
+
+
+def unrecorded(capture: QueryCapture | None) -> AbstractContextManager[None]:
+    """A block inside which nothing is recorded, whether attention is captured at all or not."""
+    return nullcontext() if capture is None else capture.suspended()
 
 
 class CapturedRows(CapturedTurn):

@@ -48,7 +48,7 @@ def can_fuse(
     v_buffer: torch.Tensor,
     slots: torch.Tensor,
 ) -> bool:
-    """Whether the fused pass can restore a layer of this unit.
+    """True if the fused pass can restore a layer of this unit.
 
     It cannot if a tensor is on the CPU or on another GPU; if elements of the pool are not bf16, fp16 or fp32;
     or if the channels of a vector are not neighbours in memory.
