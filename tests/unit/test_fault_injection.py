@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import faulty_loads
+from tests.support import server_plugin
 from tests.support.server_plugin import STALL_S, FaultyLoads
 
 NUM_LAYERS = 3
@@ -37,7 +37,7 @@ def test_loads_stop_for_longer_than_they_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, patience_s: float | None, stall_s: float
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(faulty_loads.time, "sleep", waits.append)
+    monkeypatch.setattr(server_plugin.time, "sleep", waits.append)
     faults = FaultyLoads("load-stall", 0, 1, NUM_LAYERS, patience_s)
     for index in range(4):
         for layer in range(NUM_LAYERS):
