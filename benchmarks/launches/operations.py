@@ -193,9 +193,18 @@ class Server:
     def save(self, decision: Decision, *, is_observed: bool = False) -> Callable[[], None]:
         """Returns what stores a turn, and encodes it."""
         attention = self.prompt_and_answer() if is_observed else None
-        offloader = TurnOffloader(self.store, self.model, self.pool, self.codec, decision, keeps_copies=False)
+        offloader = TurnOffloader(
+            self.store, self.model.identity.page_size, self.pool, self.codec, decision, keeps_copies=False
+        )
         self._saved = self.keys()
-        turn = Turn(self._saved, self.token_ids, self.slots[: self.num_tokens], [], attention)
+        turn = Turn(
+            self._saved,
+            self.token_ids,
+            self.slots[: self.num_tokens],
+            [],
+            attention,
+            model=self.model.identity,
+        )
 
         def store_turn() -> None:
             offloader.submit(turn)

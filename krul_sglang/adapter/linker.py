@@ -17,6 +17,7 @@ from krul_backend.codec.pairs.selectors import make_selector
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.errors import HintError
 from krul_backend.memory import format_bytes
+from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.hint import SessionName
 from krul_sglang.adapter.probe_forward import ProbeForwards
@@ -101,9 +102,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         stats = self._store.stats()
         capacity_bytes = stats.capacity_bytes // num_ranks
         self._decision: Decision = self._budget or _selector_decision(runtime, self.codec)
+        identity = self.model.identity
         self.offloader = TurnOffloader(
             self._store,
-            self.model,
+            identity.page_size,
             self._pool,
             self.codec,
             self._decision,
@@ -111,7 +113,6 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             copy_room=partial(copy_room, self._store, capacity_bytes, num_ranks),
             keeps_copies=runtime.config.fast_copies == AUTO,
         )
-        identity = self.model.identity
         self.runs = RunIndex(identity.page_size) if runtime.config.truncation_reuse else None
         self.offloader.runs = self.runs
         self.loader = LayerWiseLoader(
@@ -241,6 +242,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._note_tenant(owner.session)
         return Turn(
             **vars(path),
+            model=self.model.identity,
             ready=self.record_offload_ready(),
             attention=attention,
             tenant=owner.tenant,
@@ -293,34 +295,46 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # ---- lifecycle ----
 
     def reset(self) -> None:
-        """Drop all stored KV of this model: after a flush it must not come back."""
+        """Drop all stored KV of this model: after a flush it must not come back.
+
+        A daemon that is late is not waited for: it is asked before any later lookup is.
+        """
         self.offloader.discard_all()
         self.loader.discard_all()
         self.returning.release_all()
         self._forget_runs()
         # If the weights have just changed, nothing was stored under their identity yet.
         if self.model.is_settled:
-            self._store.clear(self.model.identity)
+            self._clear(self.model.identity)
         self.model.empty_pool()
+
+    def _clear(self, model: ModelIdentity) -> None:
+        """Drop all that is stored of a model, and wait for that only briefly."""
+        cleared = self.asking.ask(partial(self.offloader.writer.clear, model))
+        cleared.wait(self.asking.patience, STATS_PATIENCE_S)
 
     def begin_weights_change(self) -> None:
         """Weights will be written: from here on nothing is stored or found under the old identity.
 
-        Called on every rank at the same point, when no turn waits to be stored. Stored KV of the old weights
-        stays for other servers that have them; it is dropped only if there can be no such server.
+        Called on every rank at the same point, when turns that wait have been read or are revoked. Stored KV
+        of the old weights stays for other servers that have them, and turns are still stored for these; it is
+        dropped only if there can be no such server.
         """
-        self.offloader.discard_all()
+        before, was_lasting = self.model.identity, self.model.is_lasting
+        if was_lasting:
+            self.offloader.forget_read()
+        else:
+            self.offloader.discard_all()
         was_settled = self.model.is_settled
         self.model.begin_change()
         if not was_settled:
             return  # the identity is new, and nothing has been stored under it
-        before, was_lasting = self.model.identity, self.model.is_lasting
         self.model.rename(self._agreement.broadcast(os.urandom(16)))
         self.returning.release_all()
         self._forget_runs()
         self._decision.forget_model()
         if not was_lasting:
-            self._store.clear(before)
+            self._clear(before)
 
     def _forget_runs(self) -> None:
         if self.runs is not None:

@@ -39,6 +39,9 @@ WORTH_WAITING_SHARE = 0.5
 """So long at most the scheduler waits for a turn that is being stored before its slots are given away, as a
 share of the time that computing what would be lost takes."""
 
+WEIGHTS_WAIT_S = 1.0
+"""So long at most other weights wait for turns that are being stored."""
+
 _PATH_END_TOKENS = 16
 """So many tokens, or a page if that is more, say whether a prompt goes on from a stored path."""
 
@@ -304,12 +307,14 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         """
         if not lost:
             return
-        linker = self.cache_linker
-        wait_s = 0.0
-        if linker.asking.patience.is_prompt:
-            recompute_s = linker.offloader.writer.recompute_s
-            wait_s = WORTH_WAITING_SHARE * sum(recompute_s(start, end) for _, start, end in lost)
-        linker.offloader.finish([job for job, _, _ in lost], wait_s)
+        recompute_s = self.cache_linker.offloader.writer.recompute_s
+        wait_s = WORTH_WAITING_SHARE * sum(recompute_s(start, end) for _, start, end in lost)
+        self._finish_jobs([job for job, _, _ in lost], wait_s)
+
+    def _finish_jobs(self, jobs: Sequence[Job], wait_s: float) -> None:
+        """Wait so long until turns are read, for those that need the daemon only while it is prompt."""
+        is_prompt = self.cache_linker.asking.patience.is_prompt
+        self.cache_linker.offloader.finish(jobs, wait_s, is_store_prompt=is_prompt)
 
     def probe_when_idle(self) -> None:
         """Let the linker probe the path that is kept for it, if any. Called when no request runs or waits."""
@@ -337,14 +342,13 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         return candidate is not None
 
     def begin_weights_change(self) -> None:
-        """Finish storing KV of the old weights, then give the model a new identity.
+        """Finish reading KV of the old weights, then give the model a new identity.
 
         Called on every rank before the engine writes weights, or releases their memory or the pool's.
         """
         self.drop_probe_candidate()
-        while self.pending_offloads:
-            is_stored = self._on_all_ranks(self.cache_linker.offloader.pop_completed())
-            self.commit_completed_offloads([is_stored])
+        self._finish_jobs([pending.job for pending in self.pending_offloads], WEIGHTS_WAIT_S)
+        self.pending_offloads.clear()
         self.cache_linker.begin_weights_change()
 
     def reset(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+
+import httpx
 
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
@@ -52,3 +55,13 @@ def test_the_scheduler_does_not_wait_for_a_slow_daemon(tiny_models: dict[str, Pa
         assert again.host_tokens > 300
         assert_same(first[:1], [again])
         assert_nothing_left_behind(server)
+        # Of a flush neither: it comes before every later lookup.
+        delay.write_text(str(DELAY_S))
+        last = ask(server, returning[1])
+        begin_s = time.monotonic()
+        httpx.post(f"{server.url}/flush_cache", timeout=60, trust_env=False).raise_for_status()
+        assert time.monotonic() - begin_s < 2 * DELAY_S
+        delay.unlink()
+        after = ask(server, returning[0]), ask(server, returning[1])
+        assert [answer.host_tokens for answer in after] == [0, 0]
+        assert_same([first[0], last], after)

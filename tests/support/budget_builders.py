@@ -184,7 +184,7 @@ class BudgetedServer:
         says of it."""
         path = self.path
         rows: Any = RecordedRows(len(self.slots)) if is_observed else None
-        self.offloader.submit(Turn(path.page_keys, path.token_ids, path.slots, [], rows, tenant))
+        self.offloader.submit(Turn(**vars(path), model=MODEL, ready=[], attention=rows, tenant=tenant))
         self.offloader.wait()
         assert self.offloader.pop_completed()
         return self.budget.as_dict()
@@ -224,7 +224,7 @@ class BudgetedServer:
     ) -> TurnOffloader:
         return TurnOffloader(
             self.store,
-            self.model,
+            MODEL.page_size,
             self.pool,
             self.codec,
             decision,

@@ -418,7 +418,7 @@ def test_a_turn_is_encoded_within_what_is_left_by_then(server: BudgetedServer) -
                 server.compute(MORE_PAGES)
                 path = server.path
             rows: Any = RecordedRows(len(path.slots))
-            server.offloader.submit(Turn(path.page_keys, path.token_ids, path.slots, [], rows))
+            server.offloader.submit(Turn(**vars(path), model=MODEL, ready=[], attention=rows))
             assert server.offloader.pop_completed()
         assert len(server.offloader.encoder) == 2
         # What waits is found, as it was.
@@ -438,7 +438,7 @@ def test_what_is_discarded_leaves_nothing_pinned_and_no_room_taken(server: Budge
     path = server.path
     with holding_the_encoder(server):
         rows: Any = RecordedRows(len(path.slots))
-        server.offloader.submit(Turn(path.page_keys, path.token_ids, path.slots, [], rows))
+        server.offloader.submit(Turn(**vars(path), model=MODEL, ready=[], attention=rows))
         assert server.offloader.pop_completed()
         assert (server.store.stats().num_leases, server.offloader.encoder.waiting_bytes) != (0, 0)
         server.offloader.discard_all()

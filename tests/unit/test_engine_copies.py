@@ -30,7 +30,6 @@ from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, Reservation
 from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
-from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
@@ -72,6 +71,20 @@ class FakeCapturedTurn(CapturedTurn):
         self.releases += 1
 
 
+class Stuck:
+    """Calls of ``name`` of an object wait until ``go_on`` is set; ``has_begun`` is set by the first."""
+
+    def __init__(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self.go_on = threading.Event(), threading.Event()
+        self._call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, self._wait)
+
+    def _wait(self, *args: Any, **kwargs: Any) -> Any:
+        self.has_begun.set()
+        assert self.go_on.wait(PATIENCE_S)
+        return self._call(*args, **kwargs)
+
+
 class Bench:
     """A pool, a store, and what moves KV between them."""
 
@@ -95,7 +108,7 @@ class Bench:
         self.decision = FixedDecision(self.codec, Strategy.from_pairs(NUM_LAYERS))
         self.offloader = TurnOffloader(
             self.store,
-            ServedModel(self.model),
+            PAGE_SIZE,
             self.pool,
             self.codec,
             self.decision,
@@ -118,6 +131,7 @@ class Bench:
             page_keys=[f"{name}-{page}" for page in range(num_pages)],
             token_ids=np.arange(num_tokens, dtype=np.int32),
             slots=torch.arange(first_slot, first_slot + num_tokens),
+            model=self.model,
             ready=[],
         )
 
@@ -159,7 +173,7 @@ def strict() -> StrictDevice:
 
 def test_stored_rows_come_back_to_other_slots_bit_for_bit(bench: Bench) -> None:
     turn = bench.turn("a", 3)
-    turn = Turn(turn.page_keys, turn.token_ids, torch.randperm(NUM_SLOTS)[:12], [])
+    turn = Turn(turn.page_keys, turn.token_ids, torch.randperm(NUM_SLOTS)[:12], [], model=bench.model)
     before = bench.rows(turn.slots)
     assert bench.store_turn(turn)
     targets = torch.randperm(NUM_SLOTS)[:12]
@@ -197,7 +211,9 @@ def test_compressed_rows_come_back_as_the_codec_decodes_them(bench: Bench, strat
     """Over two segments, from the middle of the first one on: what a direct round trip gives, bit for bit."""
     whole = bench.turn("a", 10)
     bench.decision.strategy = strategy
-    assert bench.store_turn(Turn(whole.page_keys[:6], whole.token_ids[:24], whole.slots[:24], []))
+    assert bench.store_turn(
+        Turn(whole.page_keys[:6], whole.token_ids[:24], whole.slots[:24], [], model=bench.model)
+    )
     assert bench.store_turn(whole)
     expected = [decoded(bench, strategy, whole.slots[start:end], start) for start, end in ((0, 24), (24, 40))]
     targets = torch.randperm(NUM_SLOTS)[:32]
@@ -268,7 +284,7 @@ def test_a_rank_whose_store_cannot_answer_still_takes_part_in_the_choice(
 
 def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench) -> None:
     whole = bench.turn("a", 5)
-    first = Turn(whole.page_keys[:3], whole.token_ids[:12], whole.slots[:12], [])
+    first = Turn(whole.page_keys[:3], whole.token_ids[:12], whole.slots[:12], [], model=bench.model)
     assert bench.store_turn(first)
     assert bench.store_turn(whole)
     assert bench.store.stats().num_segments == 2
@@ -290,6 +306,7 @@ def test_a_damaged_block_between_others_is_found_before_a_row_of_its_layer_is_us
                 whole.token_ids[: 4 * num_pages],
                 whole.slots[: 4 * num_pages],
                 [],
+                model=bench.model,
             )
         )
     targets, others = torch.arange(30, 54), torch.arange(54, 62)
@@ -310,7 +327,11 @@ def test_a_damaged_block_between_others_is_found_before_a_row_of_its_layer_is_us
     # What lies before the damage is still found, and loaded by the next batch.
     assert bench.loader.finish(
         bench.loader.start(
-            {"s": bench.load(Turn(whole.page_keys[:2], whole.token_ids[:8], others, []), others)}
+            {
+                "s": bench.load(
+                    Turn(whole.page_keys[:2], whole.token_ids[:8], others, [], model=bench.model), others
+                )
+            }
         )
     )
     for old, new in zip(bench.rows(whole.slots[:8]), bench.rows(others), strict=True):
@@ -352,21 +373,14 @@ def test_what_was_read_of_a_turn_that_was_given_up_is_never_stored(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slots are given away, and written over, while they are copied."""
-    reserve, is_copying, go_on = bench.store.reserve, threading.Event(), threading.Event()
-
-    def reserve_slowly(*args: Any, **kwargs: Any) -> Reservation | None:
-        is_copying.set()
-        assert go_on.wait(PATIENCE_S)
-        return reserve(*args, **kwargs)
-
-    monkeypatch.setattr(bench.store, "reserve", reserve_slowly)
+    reserving = Stuck(bench.store, "reserve", monkeypatch)
     turn = bench.turn("a", 2)
     job = bench.offloader.submit(turn)
-    assert is_copying.wait(PATIENCE_S)
-    bench.offloader.finish([job], 0.0)
+    assert reserving.has_begun.wait(PATIENCE_S)
+    bench.offloader.finish([job], 0.0, is_store_prompt=True)
     for buffer in bench.sglang_pool.k_buffer:
         buffer[turn.slots] = 7.0
-    go_on.set()
+    reserving.go_on.set()
     assert not bench.offloader.pop_completed()
     stats = bench.store.stats()
     assert (stats.num_pages, stats.num_reservations, stats.num_leases) == (0, 0, 0)
@@ -378,21 +392,15 @@ def test_a_turn_that_was_read_is_not_waited_for_any_longer(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is committed though its slots are written over meanwhile, and comes back as it was."""
-    commit, go_on = bench.store.commit, threading.Event()
-
-    def commit_slowly(*args: Any) -> int:
-        assert go_on.wait(PATIENCE_S)
-        return commit(*args)
-
-    monkeypatch.setattr(bench.store, "commit", commit_slowly)
+    committing = Stuck(bench.store, "commit", monkeypatch)
     turn = bench.turn("a", 2)
     before = bench.rows(turn.slots)
     job = bench.offloader.submit(turn)
-    bench.offloader.finish([job], PATIENCE_S)
+    bench.offloader.finish([job], PATIENCE_S, is_store_prompt=True)
     assert not job.future.done()
     for buffer in (*bench.sglang_pool.k_buffer, *bench.sglang_pool.v_buffer):
         buffer[turn.slots] = 7.0
-    go_on.set()
+    committing.go_on.set()
     assert bench.offloader.pop_completed()
     assert bench.loader.finish(bench.loader.start({"r": bench.load(turn, turn.slots)}))
     for old, new in zip(before, bench.rows(turn.slots), strict=True):
@@ -455,7 +463,9 @@ def test_no_space_in_the_arena_is_skipped_and_counted() -> None:
 
 def test_a_failing_copy_leaves_no_reservation(bench: Bench) -> None:
     turn = bench.turn("a", 2)
-    bad = Turn(turn.page_keys, turn.token_ids, turn.slots + NUM_SLOTS, [])  # slots outside of the pool
+    bad = Turn(
+        turn.page_keys, turn.token_ids, turn.slots + NUM_SLOTS, [], model=bench.model
+    )  # slots outside of the pool
     assert not bench.store_turn(bad)
     assert bench.offloader.counters.dropped_turns == {"error": 1}
     stats = bench.store.stats()
@@ -482,6 +492,55 @@ def test_what_runs_is_waited_for_and_releases_its_leases(bench: Bench) -> None:
     bench.loader.discard_all()
     assert bench.store.stats().num_leases == 0
     assert bench.loader.start({}) == -1
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "is_stored"), [("store", "reserve", False), ("pool", "gather", True)]
+)
+def test_while_the_store_is_late_only_copies_are_waited_for(
+    owner: str, call: str, is_stored: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(getattr(bench, owner), call, monkeypatch)
+    job = bench.offloader.submit(bench.turn("a", 2))
+    assert stuck.has_begun.wait(PATIENCE_S)
+    later = threading.Timer(0.05, stuck.go_on.set)
+    later.start()
+    bench.offloader.finish([job], PATIENCE_S, is_store_prompt=False)
+    assert stuck.go_on.is_set() == is_stored
+    assert bench.offloader.pop_completed() == is_stored
+
+
+@pytest.mark.parametrize("call", ["find_missing", "reserve", "commit"])
+def test_a_flush_does_not_wait_for_the_store_and_nothing_comes_after_it(
+    call: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(bench.store, call, monkeypatch)
+    turn = bench.turn("a", 2)
+    job = bench.offloader.submit(turn)
+    assert stuck.has_begun.wait(PATIENCE_S)
+    bench.offloader.discard_all()
+    assert not job.future.done()
+    clearing = threading.Thread(target=bench.offloader.writer.clear, args=(bench.model,))
+    clearing.start()
+    stuck.go_on.set()
+    clearing.join()
+    job.future.result(PATIENCE_S)
+    assert bench.store.find_missing(bench.model, turn.page_keys) == [range(2)]
+    assert bench.store.stats().num_reservations == 0
+
+
+def test_a_turn_that_was_read_is_stored_as_that_of_the_weights_that_computed_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committing = Stuck(bench.store, "commit", monkeypatch)
+    turn = bench.turn("a", 2)
+    job = bench.offloader.submit(turn)
+    assert job.has_read.wait(PATIENCE_S)
+    bench.offloader.forget_read()
+    assert (bench.offloader.num_pending(), job.future.done()) == (0, False)
+    committing.go_on.set()
+    assert job.future.result(PATIENCE_S)
+    assert bench.store.find_missing(bench.model, turn.page_keys) == []
 
 
 def test_discarded_offloads_neither_complete_nor_reappear(bench: Bench) -> None:

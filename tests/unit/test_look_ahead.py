@@ -19,6 +19,7 @@ from krul_sglang.adapter.radix_cache import (
     _PendingTurn,
 )
 from krul_sglang.engine.save.turn import Turn
+from tests.support.segment_builders import MODEL
 
 POOL_TOKENS = 1000
 
@@ -60,7 +61,7 @@ class Queue:
 
     def stored(self, token_ids: Sequence[int]) -> None:
         """A turn of pages of 4 tokens has been stored."""
-        turn = Turn([], np.asarray(token_ids, dtype=np.int32), torch.arange(len(token_ids)), [])
+        turn = Turn([], np.asarray(token_ids, dtype=np.int32), torch.arange(len(token_ids)), [], model=MODEL)
         self.wrapper.pending_offloads = [_PendingTurn(SimpleNamespace(turn=turn), None, len(token_ids))]
         self.wrapper.commit_completed_offloads([True])
 

@@ -14,10 +14,16 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from krul_sglang.adapter import radix_cache
-from krul_sglang.adapter.radix_cache import WORTH_WAITING_SHARE, KrulLinkerWrapper, KrulRadixCache
+from krul_sglang.adapter.radix_cache import (
+    WEIGHTS_WAIT_S,
+    WORTH_WAITING_SHARE,
+    KrulLinkerWrapper,
+    KrulRadixCache,
+)
 from krul_sglang.engine.common.asking import DaemonPatience
 from krul_sglang.engine.common.step_times import StepTimes
 from krul_sglang.engine.save.turn import Turn
+from tests.support.segment_builders import MODEL
 
 PAGE = 16
 RECORD, OTHER = SimpleNamespace(name="of the session"), SimpleNamespace(name="of a request")
@@ -29,6 +35,7 @@ class FakeOffloader:
     def __init__(self) -> None:
         self.jobs: list[Any] = []
         self.waits: list[tuple[list[str], float]] = []
+        self.was_prompt = True
         self.writer = SimpleNamespace(recompute_s=lambda start, end: (end - start) / 100)
 
     def submit(self, turn: Turn) -> Any:
@@ -36,8 +43,9 @@ class FakeOffloader:
         self.jobs.append(job)
         return job
 
-    def finish(self, jobs: list[Any], timeout_s: float) -> None:
+    def finish(self, jobs: list[Any], timeout_s: float, *, is_store_prompt: bool) -> None:
         self.waits.append(([job.name for job in jobs], timeout_s))
+        self.was_prompt = is_store_prompt
 
     def pop_completed(self) -> bool:
         job = self.jobs.pop(0)
@@ -75,7 +83,7 @@ class BusyTree:
             model=SimpleNamespace(is_settled=True),
             provenance=None,
             request_hints=None,
-            ended_turn=lambda path, owner: Turn(**vars(path), ready=[]),
+            ended_turn=lambda path, owner: Turn(**vars(path), model=MODEL, ready=[]),
             wants_probe=lambda: False,
         )
         monkeypatch.setattr(UnifiedRadixCache, "dec_lock_ref", lambda cache, node, params: self.unlock(node))
@@ -110,7 +118,7 @@ class BusyTree:
         """The turn of a session, of which ``num_in_tree`` pages lie in the tree."""
         self.here[name] = num_in_tree
         token_ids = np.full(num_pages * PAGE, ord(name), dtype=np.int32)
-        turn = Turn([f"{name}-0"], token_ids, torch.arange(len(token_ids)), [])
+        turn = Turn([f"{name}-0"], token_ids, torch.arange(len(token_ids)), [], model=MODEL)
         self.linker._submit(
             turn, SimpleNamespace(extra_key=None, cache_salt=None), num_in_tree * PAGE, record
         )
@@ -157,12 +165,13 @@ def test_an_eviction_that_takes_other_slots_waits_for_nothing(busy: BusyTree) ->
     assert busy.offloader.waits == []
 
 
-def test_a_slow_daemon_is_not_waited_for(busy: BusyTree) -> None:
+def test_the_turns_that_are_waited_for_know_of_a_slow_daemon(busy: BusyTree) -> None:
     busy.end_turn("a", 4)
     busy.victims = {"a": 0}
     busy.linker.cache_linker.asking.patience.is_prompt = False
     busy.cache.evict(EvictParams(num_tokens=5))
-    assert busy.offloader.waits == [(["a"], 0.0)]
+    assert busy.offloader.waits == [(["a"], pytest.approx(worth_s(4)))]
+    assert not busy.offloader.was_prompt
 
 
 def test_a_path_kept_for_a_probe_is_evicted_if_memory_is_needed(busy: BusyTree) -> None:
@@ -218,11 +227,10 @@ def test_a_flush_forgets_what_is_being_stored(busy: BusyTree) -> None:
     assert busy.pending == []
 
 
-def test_other_weights_wait_for_all_that_is_being_stored(busy: BusyTree) -> None:
+def test_other_weights_wait_until_all_turns_are_read(busy: BusyTree) -> None:
     changed: list[int] = []
-    busy.linker.cache_linker.begin_weights_change = lambda: changed.append(len(busy.offloader.jobs))
+    busy.linker.cache_linker.begin_weights_change = lambda: changed.append(len(busy.offloader.waits))
     for name in "abc":
         busy.end_turn(name, 4)
     busy.linker.begin_weights_change()
-    assert (busy.pending, changed, busy.offloader.waits) == ([], [0], [])
-    assert len(busy.linker._stored_ends) == 2
+    assert (busy.pending, changed, busy.offloader.waits) == ([], [1], [(["a", "b", "c"], WEIGHTS_WAIT_S)])

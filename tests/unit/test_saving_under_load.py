@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_engine_copies import NUM_LAYERS, PAGE_SIZE, TOKEN_BYTES, Bench, FakeCapturedTurn
+from test_engine_copies import NUM_LAYERS, PAGE_SIZE, TOKEN_BYTES, Bench, FakeCapturedTurn, Stuck
 
 from krul_backend.codec.pairs.units import CodedLayer
 from krul_backend.errors import CodecError
@@ -132,7 +132,7 @@ def test_a_turn_that_is_evicted_while_it_waits_keeps_what_was_copied(busy: BusyB
     wait_until_wanting(busy)
     # Its first segment had room.
     assert busy.segments(turn) == [(0, 8, True)]
-    busy.offloader.finish([job], 0.01)
+    busy.offloader.finish([job], 0.01, is_store_prompt=True)
     assert not busy.offloader.pop_completed()
     busy.encode_now()
     assert busy.segments(turn) == [(0, 8, False)]
@@ -149,7 +149,7 @@ def test_a_turn_that_is_evicted_before_its_time_still_takes_part_in_what_ranks_d
     go_on = threading.Event()
     busy.offloader._worker.submit(go_on.wait)
     job = busy.offloader.submit(turn)
-    busy.offloader.finish([job], 0.0)
+    busy.offloader.finish([job], 0.0, is_store_prompt=True)
     go_on.set()
     assert not busy.offloader.pop_completed()
     assert busy.decision.asked == [None]
@@ -163,6 +163,18 @@ def test_a_flush_does_not_wait_for_room(busy: BusyBench) -> None:
     busy.offloader.submit(busy.turn("a", 3, first_slot=24))
     wait_until_wanting(busy)
     busy.offloader.discard_all()
+    assert busy.nothing_is_held()
+
+
+def test_a_copy_that_ends_after_a_flush_is_not_encoded(
+    busy: BusyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leasing = Stuck(busy.store, "lease", monkeypatch)
+    job = busy.offloader.submit(busy.turn("a", 2))
+    assert leasing.has_begun.wait(PATIENCE_S)
+    busy.offloader.discard_all()
+    leasing.go_on.set()
+    assert not job.future.result(PATIENCE_S)
     assert busy.nothing_is_held()
 
 

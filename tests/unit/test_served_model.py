@@ -214,7 +214,8 @@ def test_updates_before_the_pool_was_emptied_share_one_name(make_rank: Any) -> N
 
 def test_turns_stay_native_when_the_bases_are_of_other_weights(make_rank: Any) -> None:
     rank = make_rank(strategy="subspace")
-    turn = Turn(keys_of("a"), np.arange(NUM_TOKENS, dtype=np.int32), torch.arange(NUM_TOKENS), (), Recorded())
+    token_ids, slots = np.arange(NUM_TOKENS, dtype=np.int32), torch.arange(NUM_TOKENS)
+    turn = Turn(keys_of("a"), token_ids, slots, (), Recorded(), model=rank.model.identity)
     decision = rank.linker._decision
     assert decision.decide(turn, [range(NUM_PAGES)]).stored_as == LayerGroups((2, 3))
     assert rank.linker.wants_probe()

@@ -19,7 +19,6 @@ from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import SegmentSlice
 from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
 from krul_sglang.engine.save.offload import TurnOffloader
 from krul_sglang.engine.save.turn import Turn
@@ -71,7 +70,7 @@ class AllocatingBench:
         self.allocation = FixedAllocation()
         self.offloader = TurnOffloader(
             self.store,
-            ServedModel(self.model),
+            PAGE_SIZE,
             self.pool,
             self.codec,
             self.decision,
@@ -91,6 +90,7 @@ class AllocatingBench:
             page_keys=[f"{of_page}-{page}" for page, of_page in enumerate(names)],
             token_ids=np.arange(num_tokens, dtype=np.int32),
             slots=torch.arange(num_tokens),
+            model=self.model,
             ready=[],
         )
 

@@ -23,6 +23,7 @@ from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import LayerEncoding
 from tests.support.attention_builders import Sequence
 from tests.support.codec_builders import make_codec
+from tests.support.segment_builders import MODEL
 
 SEQUENCE = Sequence.random(num_layers=3, num_tokens=32, num_heads=2)
 CODEC = make_codec(LayerShape(1, 8, 8, torch.float32), 3)
@@ -78,7 +79,7 @@ def choose(*attentions: tuple[int, CapturedTurn | None]) -> list[AttentionStatis
     for num_tokens, attention in attentions:
         keys = [f"page {page}" for page in range(num_tokens // 8)]
         slots = 31 - torch.arange(num_tokens)
-        turn = Turn(keys, np.zeros(num_tokens, dtype=np.int32), slots, (), attention)
+        turn = Turn(keys, np.zeros(num_tokens, dtype=np.int32), slots, (), attention, model=MODEL)
         encoding = decision.decide(turn, [range(1), range(2, 3)])
         assert isinstance(encoding, LayerEncoding)
         assert (encoding.stored_as, encoding.damages) == (SHARED, (None, None))

@@ -245,7 +245,7 @@ class ErrorBudget(Decision):
         """The conversation's segments with their damage: those that this server stored, and those in DRAM."""
         remembered = map(self._remembered.get, turn.page_keys)
         spans = [span for span in remembered if span is not None]
-        for segment in self._store.path_segments(self._model.identity, turn.page_keys):
+        for segment in self._store.path_segments(turn.model, turn.page_keys):
             header = segment.header
             try:
                 opened = self._codec.open(

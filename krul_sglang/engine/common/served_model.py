@@ -28,8 +28,8 @@ class ServedModel:
     From the beginning of a change until the device pool was empty once, KV of several weights may lie there
     side by side, and one path may hold KV of two. Nothing is stored then: ``is_settled`` is False.
 
-    Changed on the scheduler's thread, while no turn waits to be stored; so the thread that stores turns
-    reads one identity per turn.
+    Changed on the scheduler's thread. A turn carries the identity that it was computed under, since it may be
+    stored later.
 
     Args:
         identity: of the KV that is computed from the start on.

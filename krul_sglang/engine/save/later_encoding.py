@@ -18,7 +18,6 @@ from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.units import UnitDecoder
 from krul_backend.errors import CodecError
-from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import MAX_FAST_COPY_SHARE, Lease, SegmentSlice
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -53,7 +52,6 @@ class ExactCopy:
     """
 
     turn: Turn
-    model: ModelIdentity
     pages: range
     index: int
     encoding: TurnEncoding
@@ -171,15 +169,22 @@ class LaterEncoder:
             self._taken_bytes -= num_bytes
             self._changed.notify_all()
 
-    def add(self, copy: ExactCopy) -> None:
-        """Have a copy encoded, for which room was taken. Its lease is the encoder's from here on."""
+    def add(self, copy: ExactCopy, is_wanted: Callable[[], bool]) -> bool:
+        """Have a copy encoded, for which room was taken; False if it is not wanted any more. The lease and
+        the room are the encoder's from here on."""
         with self._changed:
-            self._waiting.append(copy)
             self._waiting_keys.update(copy.page_keys)
-            self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="krul-encode", daemon=True)
-                self._thread.start()
+            if not is_wanted():
+                self._forget(copy)
+            else:
+                self._waiting.append(copy)
+                self._changed.notify_all()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="krul-encode", daemon=True)
+                    self._thread.start()
+                return True
+        self._store.release(copy.lease)
+        return False
 
     def without_waiting(self, turn: Turn, missing: list[range]) -> list[range]:
         """The runs of a turn's pages without those that wait here: the store counts these as missing."""
@@ -290,7 +295,7 @@ class LaterEncoder:
 
     def _encode(self, copy: ExactCopy, stream: Any) -> None:
         """Store a copy once more, encoded; also as it is if its daemon has died."""
-        page_size = copy.model.page_size
+        page_size = copy.turn.model.page_size
         start, end = copy.pages.start * page_size, copy.pages.stop * page_size
         patience = self._gate.patience()
         began_s = time.thread_time()
@@ -310,14 +315,12 @@ class LaterEncoder:
         run = TokenRun(_CopyReader(copy, self._codec, self._pool).read, start, end - start, copy.head_ends)
         if not self._store.is_held(copy.lease) and copy.encoding.exact is not None:
             exact = copy.encoding.exact.encode(copy.index, run, pause)
-            self._writer.write(
-                copy.turn, copy.model, copy.pages, exact, stream, is_fast_copy=True, is_wanted=is_wanted
-            )
+            self._writer.write(copy.turn, copy.pages, exact, stream, is_fast_copy=True, is_wanted=is_wanted)
         encoded = copy.encoding.encode(copy.index, run, pause)
         copy.on_encoded(encoded.codec)
-        if self._writer.write(copy.turn, copy.model, copy.pages, encoded, stream, is_wanted=is_wanted):
+        if self._writer.write(copy.turn, copy.pages, encoded, stream, is_wanted=is_wanted):
             if not self.keeps_copies:
-                self._store.drop_fast_copies(copy.model, copy.page_keys)
+                self._store.drop_fast_copies(copy.turn.model, copy.page_keys)
         elif is_wanted():
             self._counters.drop("no room")
 
@@ -329,7 +332,7 @@ class _CopyReader:
         self._device = pool.streams
         self._parts: list[tuple[SegmentSlice, UnitDecoder, range]] = []
         for source in copy.lease.slices:
-            header, page_size = source.header, copy.model.page_size
+            header, page_size = source.header, copy.turn.model.page_size
             decoder = codec.native.open(
                 header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
             )

@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from contextlib import contextmanager
+from functools import partial
 
 from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
@@ -18,7 +20,6 @@ from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.moved_runs import RunIndex
-from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import Patience, TransferGate
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
 from krul_sglang.engine.save.later_encoding import ExactCopy, LaterEncoder
@@ -39,6 +40,7 @@ class Job:
 
     ``has_read`` is set when it will not read the turn's slots any more. ``is_revoked``, once set, ends the
     job soon: what it has read of the device since does not count. In both cases the slots may be given away.
+    ``needs_store`` is False as soon as only copying is left to be done before ``has_read``.
     """
 
     future: Future[bool]
@@ -48,9 +50,23 @@ class Job:
         self.patience = patience
         self.has_read = threading.Event()
         self.is_revoked = False
+        self.needs_store = True
+        self._reading = threading.Lock()
 
     def is_wanted(self) -> bool:
         return not self.is_revoked
+
+    @contextmanager
+    def reading(self, *, is_last: bool = False) -> Iterator[bool]:
+        """Held while slots are read, ``is_last`` for the last time; yields whether they may be read."""
+        with self._reading:
+            self.needs_store = not is_last
+            yield not self.is_revoked
+
+    def wait_unread(self) -> None:
+        """Wait until a job that is revoked queues no more reads of slots."""
+        with self._reading:
+            pass
 
 
 class TurnOffloader:
@@ -68,7 +84,7 @@ class TurnOffloader:
     def __init__(
         self,
         store: KVStore,
-        model: ServedModel,
+        page_size: int,
         pool: DevicePool,
         codec: ModelCodecs,
         decision: Decision,
@@ -82,7 +98,6 @@ class TurnOffloader:
         self.counters = OffloadCounters()
         self.choices = ChoiceCounters()
         self._store = store
-        self._model = model
         self._pool = pool
         self._codec = codec
         self._decision = decision
@@ -91,8 +106,8 @@ class TurnOffloader:
         self._gate = TransferGate() if gate is None else gate
         self._queue: deque[Job] = deque()
         layer_token_bytes = pool.shape.k_token_bytes + pool.shape.v_token_bytes
-        self._page_bytes = layer_token_bytes * model.identity.page_size * pool.num_layers
-        self._segment_pages = max(1, max_layer_bytes // (layer_token_bytes * model.identity.page_size))
+        self._page_bytes = layer_token_bytes * page_size * pool.num_layers
+        self._segment_pages = max(1, max_layer_bytes // (layer_token_bytes * page_size))
         # Two copies: one is encoded while the next one is stored.
         self._copy_pages = min(self._segment_pages, max(1, copy_room() // 2 // self._page_bytes))
         self._device = pool.streams
@@ -121,12 +136,16 @@ class TurnOffloader:
         self._queue.append(job)
         return job
 
-    def finish(self, jobs: Sequence[Job], timeout_s: float) -> None:
-        """Wait until the slots of turns have been read. Jobs that take over ``timeout_s`` are revoked."""
+    def finish(self, jobs: Sequence[Job], timeout_s: float, *, is_store_prompt: bool) -> None:
+        """Wait until the slots of turns have been read. Jobs that take over ``timeout_s`` are revoked.
+
+        So are jobs that still need the store, at once, unless ``is_store_prompt``.
+        """
         self._hurry()
         end_s = time.monotonic() + timeout_s
         for job in jobs:
-            job.is_revoked = not job.has_read.wait(max(0.0, end_s - time.monotonic()))
+            may_wait = is_store_prompt or not job.needs_store
+            job.is_revoked = not job.has_read.wait(max(0.0, end_s - time.monotonic()) if may_wait else 0.0)
         self.encoder.wake()
 
     def num_completed(self) -> int:
@@ -171,14 +190,23 @@ class TurnOffloader:
         self._worker.submit(demote)
 
     def discard_all(self) -> None:
-        """Wait until no slot is read any more, and forget all completions and what waits to be encoded."""
+        """Wait until no slot is read any more, and forget all completions and what waits to be encoded.
+
+        What is being stored is not committed any more. The store is not waited for.
+        """
         for job in self._queue:
             job.is_revoked = True
+        self.forget_read()
+        self.encoder.discard_all()
+
+    def forget_read(self) -> None:
+        """Forget all completions. Turns that have been read are still stored; all others must be revoked."""
         self.encoder.wake()
         self._hurry()
-        wait_for_futures([job.future for job in self._queue])
+        for job in self._queue:
+            job.wait_unread()
+        self._device.synchronize(self._stream)
         self._queue.clear()
-        self.encoder.discard_all()
 
     def close(self) -> None:
         wait_for_futures([job.future for job in self._queue])
@@ -207,7 +235,9 @@ class TurnOffloader:
         turn = job.turn
         missing = None if turn.hint.drop or job.is_revoked else self._missing_segments(turn)
         # Ranks decide together. So each of them takes part for each job, also where nothing is to be stored.
-        encoding = self._decision.decide(None if missing is None else turn, missing or ())
+        with job.reading() as may_read:
+            missing = missing if may_read else None
+            encoding = self._decision.decide(None if missing is None else turn, missing or ())
         head_ends = None
         if self.allocation is not None:
             head_ends = self.allocation.head_ends(len(turn.token_ids), encoding)
@@ -249,9 +279,7 @@ class TurnOffloader:
         finally:
             if copy is None:
                 self.encoder.give_room_back(num_bytes)
-        if copy is not None:
-            self.encoder.add(copy)
-        return copy is not None
+        return copy is not None and self.encoder.add(copy, job.is_wanted)
 
     def _exact_copy(
         self,
@@ -264,7 +292,7 @@ class TurnOffloader:
         is_last: bool,
     ) -> ExactCopy | None:
         """A copy that was just stored, pinned; None if it has gone."""
-        model, page_size = self._model.identity, self._model.identity.page_size
+        model, page_size = turn.model, turn.model.page_size
         lease = self._store.lease(
             model,
             turn.page_keys[pages.start : pages.stop],
@@ -277,7 +305,6 @@ class TurnOffloader:
             return None
         return ExactCopy(
             turn=turn,
-            model=model,
             pages=pages,
             index=index,
             encoding=encoding,
@@ -300,7 +327,7 @@ class TurnOffloader:
         is_last: bool,
     ) -> bool:
         """Store ``pages`` of a turn from the device; False if there is no room, or the turn is revoked."""
-        turn, page_size = job.turn, self._model.identity.page_size
+        turn, page_size = job.turn, job.turn.model.page_size
         start, end = pages.start * page_size, pages.stop * page_size
 
         def read(layer: int) -> LayerKV:
@@ -313,12 +340,12 @@ class TurnOffloader:
         )
         is_stored = self.writer.write(
             turn,
-            self._model.identity,
             pages,
             encoded,
             self._stream,
             is_fast_copy=encoding.is_copy,
             is_wanted=job.is_wanted,
+            reading=partial(job.reading, is_last=is_last),
             on_read=job.has_read.set if is_last else None,
         )
         if is_stored and self.runs is not None:
@@ -328,7 +355,7 @@ class TurnOffloader:
     def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:
         """Drop heads from earlier turns. An error does not fail the turn: the heads only take space."""
         try:
-            trim_path(self._store, self._model.identity, self._codec, turn.page_keys, head_ends)
+            trim_path(self._store, turn.model, self._codec, turn.page_keys, head_ends)
         except Exception:
             self.counters.failed_trims += 1
             logger.exception("krul: a conversation of %d tokens could not be trimmed", len(turn.token_ids))
@@ -338,9 +365,7 @@ class TurnOffloader:
         if turn.session is None and turn.hint == NO_HINT:
             return
         try:
-            self._store.advise(
-                turn.hint, model=self._model.identity, page_keys=turn.page_keys, session=turn.session
-            )
+            self._store.advise(turn.hint, model=turn.model, page_keys=turn.page_keys, session=turn.session)
         except Exception:
             logger.exception("krul: a hint about %d tokens could not be given", len(turn.token_ids))
 
@@ -359,7 +384,7 @@ class TurnOffloader:
     def _missing(self, turn: Turn) -> list[range] | None:
         """Runs of pages that are neither stored nor wait to be encoded; None if the store cannot say."""
         try:
-            runs = self._store.find_missing(self._model.identity, turn.page_keys)
+            runs = self._store.find_missing(turn.model, turn.page_keys)
         except Exception:
             logger.exception("krul: the store does not say what it has of %d tokens", len(turn.token_ids))
             return None

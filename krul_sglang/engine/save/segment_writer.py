@@ -55,7 +55,8 @@ class OffloadCounters:
 class SegmentWriter:
     """Takes room in the store for encoded runs, copies their blocks there, and commits them.
 
-    Used by several threads, each with a stream of its own. ``costs`` tell the store how long computing a
+    Used by several threads, each with a stream of its own. What is not wanted any more when ``clear`` is
+    called is not stored after it. ``costs`` tell the store how long computing a
     segment takes; ``while_full()`` is entered while room is waited for. Both may be set later.
     """
 
@@ -68,23 +69,30 @@ class SegmentWriter:
         self._counters = counters
         self._lock = threading.Lock()
 
+    def clear(self, model: ModelIdentity) -> None:
+        """Drop all that is stored of a model, once what is being committed is stored."""
+        with self._lock:
+            self._store.clear(model)
+
     def write(
         self,
         turn: Turn,
-        model: ModelIdentity,
         pages: range,
         encoded: EncodedRun,
         stream: Any,
         *,
         is_fast_copy: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
+        reading: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True),
         on_read: Callable[[], None] | None = None,
     ) -> bool:
         """Store ``pages`` of a turn as a segment; False if there is no room, or it is not wanted any more.
 
-        Room is waited for, for ``ROOM_WAIT_S``. What was read of the device counts only if ``is_wanted()``
-        when the blocks have been copied; ``on_read`` is called then.
+        Room is waited for, for ``ROOM_WAIT_S``. The device is read while ``reading()`` is held, if that says
+        that it may be. What was read counts only if ``is_wanted()`` when the blocks have been copied;
+        ``on_read`` is called then.
         """
+        model = turn.model
         page_size = model.page_size
         start, end = pages.start * page_size, pages.stop * page_size
         manifest = SegmentManifest(
@@ -107,21 +115,22 @@ class SegmentWriter:
         if reservation is None:
             return False
         try:
-            for layer, block in encoded.blocks:
-                self._device.download(torch.from_numpy(reservation.blocks[layer]), block)
-            self._device.synchronize(stream)
-            is_right = is_wanted()
+            with reading() as is_right:
+                for layer, block in encoded.blocks if is_right else ():
+                    self._device.download(torch.from_numpy(reservation.blocks[layer]), block)
+                self._device.synchronize(stream)
+            is_right = is_right and is_wanted()
             if on_read is not None:
                 on_read()
             checksums = block_checksums(reservation.blocks) if is_right else None
         except BaseException:
             self._give_back(reservation, stream)
             raise
-        if checksums is None:
-            self._store.abort(reservation)
-            return False
-        self._store.commit(reservation, manifest, checksums)
         with self._lock:
+            if checksums is None or not is_wanted():
+                self._store.abort(reservation)
+                return False
+            self._store.commit(reservation, manifest, checksums)
             if is_fast_copy:
                 self._counters.fast_copy_bytes += manifest.num_bytes
             else:

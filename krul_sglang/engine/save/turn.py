@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.segment import TokenIds
+from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.save.request_hints import RequestHints
@@ -48,12 +48,13 @@ class TurnOwner:
 class Turn(StoredPath):
     """A conversation as it stands when a turn ends.
 
-    ``ready`` are the events after which the slots hold the KV. ``attention`` is what was recorded of it, if
-    anything; whoever stores the turn releases it. ``tenant`` is whom its bytes count for; ``session`` the
-    name of the conversation, if it has one; ``hint`` what its request said about its future. A turn that is
-    to be dropped is not stored.
+    ``model`` is what computed it: weights may change before it is stored. ``ready`` are the events after
+    which the slots hold the KV. ``attention`` is what was recorded of it, if anything; whoever stores the
+    turn releases it. ``tenant`` is whom its bytes count for; ``session`` the name of the conversation, if it
+    has one; ``hint`` what its request said about its future. A turn that is to be dropped is not stored.
     """
 
+    model: ModelIdentity = field(kw_only=True)
     ready: Sequence[Any]
     attention: CapturedTurn | None = None
     tenant: str = ""
