@@ -42,7 +42,11 @@ class HeadAttention(AttentionBackend):  # type: ignore[misc]
     pool: models that write KV themselves, together with the rotary embedding, take it from their backend.
     """
 
+    prefill_attention_backend_str = "krul"
+    """By this name models with latent KV choose how they call attention: see ``register_latent``."""
+
     def __init__(self, pool: DevicePool, kernel: SpanAttention, token_to_kv_pool: Any) -> None:
+        register_latent(self.prefill_attention_backend_str)
         self.token_to_kv_pool = token_to_kv_pool
         self._pool = pool
         self._kernel = kernel
@@ -87,9 +91,18 @@ class HeadAttention(AttentionBackend):  # type: ignore[misc]
                 k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
                 v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
             )
-        k_buffer, v_buffer = self._pool.typed_buffers(layer.layer_id)
+        k_buffer, v_buffer = self._pool.attended(layer.layer_id)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         return self._kernel.attend(queries, k_buffer, v_buffer, layer).flatten(1)
+
+
+def register_latent(backend: str) -> None:
+    """Have models with latent KV hand it to this attention backend as it lies in the pool: as one key and
+    value that all query heads share. Safe to call again."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register(backend, lambda attention, batch: AttnForwardMethod.MLA)
 
 
 def span_attention(

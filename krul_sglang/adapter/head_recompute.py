@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 from krul_backend.device import Device
-from krul_sglang.adapter.head_attention import HeadAttention, NoHeadsError, span_attention
+from krul_sglang.adapter.decoder_layers import DecoderLayers
+from krul_sglang.adapter.head_attention import HeadAttention, span_attention
 from krul_sglang.engine.capture.query_capture import QueryCapture, unrecorded
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.span_attention import Span
@@ -25,17 +25,17 @@ class HeadRecompute:
     that the rounding of an ordinary prefill is kept.
 
     Raises:
-        NoHeadsError: a model whose layers are not called as those of Llama are.
+        NoHeadsError: see ``DecoderLayers``.
     """
 
     def __init__(self, model_runner: Any, pool: DevicePool, capture: QueryCapture | None) -> None:
         self._runner = model_runner
         self._pool = pool
         self._capture = capture
-        self._stack = _layer_stack(model_runner.model, pool.num_layers)
-        buffers = pool.typed_buffers(0)
+        self._layers = DecoderLayers(model_runner.model, pool.num_layers)
+        buffers = pool.attended(0)
         self._device = Device.of(buffers[0])
-        kernel = span_attention(buffers, _attention_layer(self._stack), model_runner.dtype)
+        kernel = span_attention(buffers, self._layers.some_attention(), model_runner.dtype)
         self._attention = HeadAttention(pool, kernel, model_runner.token_to_kv_pool)
 
     @torch.no_grad()
@@ -67,7 +67,7 @@ class HeadRecompute:
                     if lengths is None:
                         batch = self._forward_batch(heads, cut, of_cut, token_ids, positions)
                         residual_batch.start(batch)
-                        hidden = self._stack.embed_tokens(token_ids)
+                        hidden = self._layers.embed_tokens(token_ids)
                     else:
                         # rows [sum(lengths)] -> rows [sum(cut.lengths)]: the first ones of each request
                         rows = _leading_rows(lengths, cut.lengths, device)
@@ -75,14 +75,14 @@ class HeadRecompute:
                         proxy = type(proxy)({name: part[rows] for name, part in proxy.tensors.items()})
                         token_ids, positions = token_ids[rows], positions[rows]
                         batch = self._forward_batch(heads, cut, of_cut, token_ids, positions)
-                        hidden = self._stack.layers[cut.first_layer].attn_boundary.from_pp(proxy, batch)
+                        hidden = self._layers.from_stage(cut.first_layer, proxy, batch)
                     lengths = cut.lengths
                     for layer in range(cut.first_layer, cut.end_layer):
                         on_layer(layer)
                         with forward_context(
                             ForwardContext(attn_backend=self._attention), forward_batch=batch
                         ):
-                            hidden = self._stack.layers[layer](positions, hidden, batch)
+                            hidden = self._layers.run(layer, positions, hidden, batch)
             finally:
                 if batch is not None:
                     residual_batch.clear(batch)
@@ -163,32 +163,3 @@ def _leading_rows(lengths: Sequence[int], wanted: Sequence[int], device: torch.d
         rows.append(torch.arange(first, first + keep, device=device))
         first += length
     return torch.cat(rows)
-
-
-def _layer_stack(model: Any, num_layers: int) -> Any:
-    """The module with ``embed_tokens`` and ``layers`` of a causal language model."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    stack: Any = getattr(model, "model", None)
-    layers = getattr(stack, "layers", None)
-    if not hasattr(stack, "embed_tokens") or layers is None or len(layers) != num_layers:
-        raise NoHeadsError("it has no stack of decoder layers that krul knows")
-    for layer in layers:
-        parameters = list(inspect.signature(layer.forward).parameters)
-        if parameters[:3] != ["positions", "hidden_states", "forward_batch"] or not hasattr(
-            getattr(layer, "attn_boundary", None), "from_pp"
-        ):
-            raise NoHeadsError(f"it has layers of another kind ({type(layer).__name__})")
-    for module in stack.modules():
-        if isinstance(module, RadixAttention) and (
-            module.logit_cap or module.sliding_window_size > 0 or module.is_cross_attention
-        ):
-            raise NoHeadsError("it has attention with soft caps, windows or an encoder")
-    return stack
-
-
-def _attention_layer(stack: Any) -> Any:
-    """Some attention module of the stack: all have the same shapes, as their pool has."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    return next(module for module in stack.modules() if isinstance(module, RadixAttention))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ _SCALING_BACKENDS = ("flashinfer", "triton", "fa3")
 
 
 def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] = ()) -> DevicePool:
-    """SGLang's ``MHATokenToKVPool`` as krul reads and writes it.
+    """SGLang's ``MHATokenToKVPool`` or ``MLATokenToKVPool`` as krul reads and writes it.
 
     Args:
         pool: SGLang's.
@@ -27,11 +28,12 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
         UnsupportedSetupError: for any other pool class, layout or element type, or for scales that these
             backends are not known to use.
     """
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-    if type(pool) is not MHATokenToKVPool:
+    is_latent = type(pool) is MLATokenToKVPool
+    if not is_latent and type(pool) is not MHATokenToKVPool:
         raise FOREIGN_POOL.error(type(pool).__name__)
-    if pool.kv_cache_layout != "nhd":
+    if not is_latent and pool.kv_cache_layout != "nhd":
         raise FOREIGN_LAYOUT.error(repr(pool.kv_cache_layout))
     stored_as = torch.uint8 if pool.dtype in FP8_FORMATS else pool.dtype
     if pool.dtype not in (*_PLAIN_DTYPES, *FP8_FORMATS) or pool.store_dtype != stored_as:
@@ -59,11 +61,13 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
             raise FOREIGN_SCALES.error(
                 f"{of_layer[0]} and {of_layer[1]} in layer {layer}, {' and '.join(backends)}"
             )
-    return DevicePool(
-        pool.k_buffer,
-        pool.v_buffer,
-        num_tokens=pool.size,
-        element_type=pool.dtype,
-        write=write,
-        scales=scales,
+    make = partial(DevicePool, num_tokens=pool.size, element_type=pool.dtype, write=write, scales=scales)
+    if not is_latent:
+        return make(pool.k_buffer, pool.v_buffer)
+    rank = pool.kv_lora_rank
+    latent = [rows[..., :rank] for rows in pool.kv_buffer]
+    return make(
+        [rows[..., rank:] for rows in pool.kv_buffer],
+        latent,
+        attended=list(zip(pool.kv_buffer, latent, strict=True)),
     )

@@ -240,6 +240,6 @@ def _undoes(table: RotaryTable, module: Any) -> bool:
     positions = torch.linspace(0, table.cos.shape[0] - 1, num_positions, device=device).long()
     generator = torch.Generator().manual_seed(0)
     key = torch.randn(num_positions, 1, module.head_size, generator=generator).to(device)
-    _, rotated = module.forward_native(positions, key.flatten(1), key.flatten(1))
+    _, rotated = module.forward_native(positions, key, key)
     restored = table.unrotate(rotated.view_as(key), positions)
     return bool((restored - key).abs().max() < _ROTARY_TOLERANCE)

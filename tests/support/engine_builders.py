@@ -79,7 +79,7 @@ class TensorPool:
     def element_type(self) -> torch.dtype:
         return self.shape.dtype
 
-    def typed_buffers(self, layer: int) -> tuple[torch.Tensor, ...]:
+    def attended(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self.buffers(layer)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 
+from krul_sglang.adapter.head_attention import register_latent
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span, read_rows
 
 NAME = "krul_cpu"
@@ -28,10 +29,11 @@ _MAX_PADDING = 2
 
 
 def register() -> None:
-    """Add the backend to SGLang's registry. Safe to call again."""
+    """Add the backend to SGLang's registries. Safe to call again."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend(NAME)(CpuAttention)
+    register_latent(NAME)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +193,8 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             loc = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
-            pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+            scales = () if isinstance(pool, MLATokenToKVPool) else (layer.k_scale, layer.v_scale)
+            pool.set_kv_buffer(layer, loc, k, v, *scales)
         return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,9 +25,14 @@ class DevicePool:
     and loaded: for an fp8 pool ``shape.dtype`` is uint8, and ``element_type`` says what the bytes mean.
     ``streams`` makes streams and events of the pool's device.
 
+    Latent KV (MLA) is one row ``[latent | rotary]`` per token, which attention takes as one key, and its
+    latent part as the value. Here its rotary part is the key, and the latent part the value, so that each is
+    stored once.
+
     Args:
         k_buffer: of each layer ``[num_slots, num_kv_heads, k_head_dim]``, on the pool's device.
         v_buffer: accordingly.
+        attended: of each layer the keys and values that attention reads, if these are others.
         num_tokens: that the pool has room for.
         element_type: what an element of the buffers stands for.
         write: puts keys and values ``[T, num_kv_heads, head_dim]`` of a layer into slots, rounded as the
@@ -45,6 +50,7 @@ class DevicePool:
         element_type: torch.dtype,
         write: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None],
         scales: Callable[[int], tuple[float, float]],
+        attended: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> None:
         self.num_layers = len(k_buffer)
         self.num_tokens = num_tokens
@@ -52,6 +58,7 @@ class DevicePool:
         self.write = write
         self._scales = scales
         self._k_buffer, self._v_buffer = k_buffer, v_buffer
+        self._attended = attended or list(zip(k_buffer, v_buffer, strict=True))
         self.device = k_buffer[0].device
         self.streams = Device(self.device)
         _, num_kv_heads, k_head_dim = k_buffer[0].shape
@@ -85,10 +92,10 @@ class DevicePool:
         """Keys and values of one layer, ``[num_slots, num_kv_heads, head_dim]`` each; writable."""
         return self._k_buffer[layer], self._v_buffer[layer]
 
-    def typed_buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``buffers`` viewed in the pool's element type: SGLang keeps fp8 as uint8."""
-        k_buffer, v_buffer = self.buffers(layer)
-        return k_buffer.view(self.element_type), v_buffer.view(self.element_type)
+    def attended(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention reads of one layer, in the pool's element type: SGLang keeps fp8 as uint8."""
+        keys, values = self._attended[layer]
+        return keys.view(self.element_type), values.view(self.element_type)
 
     def elements(self, layer: int, slots: torch.Tensor, dtype: torch.dtype) -> LayerKV:
         """The numbers that ``gather``'s rows stand for, in ``dtype``, without their scales."""

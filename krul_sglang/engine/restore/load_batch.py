@@ -67,7 +67,7 @@ class MovedKeys:
     def rotate(self, pool: DevicePool, layer: int, slots: torch.Tensor, first_token: int) -> None:
         """Rotate the keys of a layer in ``slots`` (int64 ``[T]``), which are of the prompt's tokens from
         ``first_token`` on."""
-        k_buffer, _ = pool.typed_buffers(layer)
+        k_buffer = pool.buffers(layer)[0].view(pool.element_type)
         for begin in range(0, len(slots), _ROTATED_AT_ONCE):
             part = slots[begin : begin + _ROTATED_AT_ONCE]
             positions = torch.arange(first_token + begin, first_token + begin + len(part), device=part.device)
