@@ -24,7 +24,7 @@ from krul_sglang.adapter.head_attention import NoHeadsError
 from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.adapter.start_proof import prove_heads
-from krul_sglang.adapter.unsupported import NOT_MOVABLE
+from krul_sglang.adapter.unsupported import LATENT_STRATEGY, NOT_MOVABLE
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.budget.served_bases import show
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
@@ -54,9 +54,13 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture:
 
     Raises:
         ConfigError: see ``CapturePlan.fit``.
+        UnsupportedSetupError: the model has latent KV.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
+    if isinstance(model_runner.token_to_kv_pool, MLATokenToKVPool):
+        raise LATENT_STRATEGY.error(f'strategy = "{config.strategy}"')
     modules = sorted(
         (module for module in model_runner.model.modules() if isinstance(module, RadixAttention)),
         key=lambda module: module.layer_id,
@@ -118,7 +122,7 @@ def attach_restore(
         if not is_older or decode_costs.group_s is None:
             decode_costs.group_s = calibration.group_s(subspace, costs.tiers[DRAM_TIER])
         linker.codec.bases.add(subspace, is_older=is_older)
-        rank = runtime.model.identity.tp_rank
+        rank = runtime.agreement.rank
         num_held = linker.codec.bases.num_held
         show("bases_held", "Different bases in which segments can be decoded.", num_held, rank)
 
@@ -179,7 +183,7 @@ def attach_restore(
             page_size=runtime.model.identity.page_size,
             max_head_tokens=max_head_tokens,
         )
-    if runtime.model.identity.tp_rank == 0:
+    if runtime.agreement.rank == 0:
         _log(mode, costs)
     return make_ready
 
@@ -204,7 +208,7 @@ def _proven_heads(runtime: KrulRuntime) -> tuple[HeadRecompute | None, HeadProof
         return heads, proof, RestoreMode(config.planner, "as configured")
     why = f"heads of {type(runner.model).__name__} cannot be recomputed: {' '.join(failures[0].split())}"
     mode = RestoreMode(config.planner if config.planner in PLANNERS_WITHOUT_HEADS else WHOLE_LOADS, why)
-    if runtime.model.identity.tp_rank == 0:
+    if runtime.agreement.rank == 0:
         logger.warning(
             'krul: %s. So planner = "%s" serves: stored prefixes are loaded whole or not at all, and what '
             "fails to load is computed",

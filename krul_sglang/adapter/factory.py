@@ -151,7 +151,9 @@ def build_cache(ctx: Any) -> Any:
         tp_rank=ctx.tp_rank,
         tp_size=ctx.tp_size,
         ranks_per_host=ranks_per_host,
+        is_replicated=pool.is_latent,
     )
+    runtime.stores = not pool.is_latent or ctx.tp_rank % ranks_per_host == 0
     if ctx.tp_rank == 0:
         logger.info("krul: configuration %s", config.as_dict())
         logger.info("krul: %s", what_may_change(config))

@@ -80,6 +80,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._agreement = runtime.restore_agreement
         self._store = runtime.connection.store
         self._capture = runtime.capture
+        self._stores = runtime.stores
         self._bases = runtime.bases
         self.codec = ModelCodecs(
             self._pool.shape,
@@ -96,7 +97,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.provenance = runtime.provenance
         if self._bases is not None:
             assert runtime.provenance is not None
-            group = params.tp_cache_group if runtime.model.identity.tp_size > 1 else None
+            group = params.tp_cache_group if runtime.agreement.num_ranks > 1 else None
             self._budget = _error_budget(runtime, self.codec, self._bases, runtime.provenance, group)
         num_ranks = runtime.num_ranks_here
         stats = self._store.stats()
@@ -111,6 +112,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._decision,
             gate=runtime.gate,
             copy_room=partial(copy_room, self._store, capacity_bytes, num_ranks),
+            stores=runtime.stores,
             keeps_copies=runtime.config.fast_copies == AUTO,
         )
         self.runs = RunIndex(identity.page_size) if runtime.config.truncation_reuse else None
@@ -136,8 +138,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
         logger.info(
             "krul: rank %d/%d keeps about %s of KV on host memory (%d tokens of %s before compression)",
-            identity.tp_rank,
-            identity.tp_size,
+            self._agreement.rank,
+            self._agreement.num_ranks,
             format_bytes(capacity_bytes),
             capacity_bytes // token_bytes,
             identity.name,
@@ -304,7 +306,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.returning.release_all()
         self._forget_runs()
         # If the weights have just changed, nothing was stored under their identity yet.
-        if self.model.is_settled:
+        if self.model.is_settled and self._stores:
             self._clear(self.model.identity)
         self.model.empty_pool()
 
@@ -333,7 +335,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.returning.release_all()
         self._forget_runs()
         self._decision.forget_model()
-        if not was_lasting:
+        if not was_lasting and self._stores:
             self._clear(before)
 
     def _forget_runs(self) -> None:
@@ -364,8 +366,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def stats(self) -> dict[str, Any]:
         """Counters of this rank, as plain values: the store's, the offloader's and the loader's."""
         return {
-            "tp_rank": self.model.identity.tp_rank,
-            "tp_size": self.model.identity.tp_size,
+            "tp_rank": self._agreement.rank,
+            "tp_size": self._agreement.num_ranks,
             "weights": {
                 "fingerprint": self.model.identity.fingerprint,
                 "is_lasting": self.model.is_lasting,

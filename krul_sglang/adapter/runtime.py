@@ -37,7 +37,8 @@ class KrulRuntime:
     is recorded, ``rotary`` if keys are stored with their rotary embedding, ``bases`` and ``provenance``
     unless turns are stored within an error budget. ``agreement`` joins the threads of all ranks that store
     turns, ``restore_agreement`` their scheduler threads.
-    ``num_ranks_here`` share the host memory of this host.
+    ``num_ranks_here`` share the host memory of this host. ``stores`` is False if another of them stores KV
+    that is the same on all.
     ``restore_forward`` is None until forwards may restore. ``gate`` knows when forwards and restores run.
     """
 
@@ -52,6 +53,7 @@ class KrulRuntime:
     pool: DevicePool = field(init=False)
     connection: StoreConnection = field(init=False)
     num_ranks_here: int = 1
+    stores: bool = True
     rotary: RotaryTable | None = None
     bases: ServedBases | None = None
     agreement: RankAgreement = field(init=False)

@@ -204,7 +204,11 @@ MODEL_RULES = (
 pool is built."""
 
 FOREIGN_POOL = Refusal(
-    "a KV pool that is not MHATokenToKVPool", "MLA, sparse and scaled KV is unknown to krul"
+    "a KV pool that is not MHATokenToKVPool or MLATokenToKVPool", "sparse and scaled KV is unknown to krul"
+)
+LATENT_STRATEGY = Refusal(
+    "latent KV (MLA) and a strategy that looks at attention",
+    'what its heads attend to is not stored layer by layer: leave strategy = "none"',
 )
 FOREIGN_LAYOUT = Refusal("a KV pool that is not laid out by token", "krul copies whole tokens")
 FOREIGN_ELEMENTS = Refusal("--kv-cache-dtype resolved from the checkpoint", "krul knows no such elements")

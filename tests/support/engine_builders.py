@@ -199,11 +199,11 @@ class ThreadAgreement(RankAgreement):
 
     def __init__(self, rank: int, meeting: MeetingPoint) -> None:
         super().__init__(None, num_ranks=2)
-        self._rank = rank
+        self.rank = rank
         self._meeting = meeting
 
     def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor] | None:
-        met = self._meeting.exchange(self._rank, (values, tuple(shape)))
+        met = self._meeting.exchange(self.rank, (values, tuple(shape)))
         of_ranks = [part for part in met if isinstance(part, tuple)]
         assert [shape for _, shape in of_ranks] == [tuple(shape)] * 2
         tensors = [part for part, _ in of_ranks if part is not None]
@@ -211,7 +211,7 @@ class ThreadAgreement(RankAgreement):
         return tensors if len(tensors) == 2 else None
 
     def broadcast(self, content: bytes) -> bytes:
-        first = self._meeting.exchange(self._rank, content)[0]
+        first = self._meeting.exchange(self.rank, content)[0]
         assert isinstance(first, bytes)
         return first
 
@@ -221,12 +221,12 @@ class Meeting(RankAgreement):
 
     def __init__(self, rank: int, contents: dict[int, bytes], barrier: threading.Barrier) -> None:
         super().__init__(None, barrier.parties)
-        self._rank = rank
+        self.rank = rank
         self._contents = contents
         self._barrier = barrier
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        self._contents[self._rank] = content
+        self._contents[self.rank] = content
         self._barrier.wait()
         gathered = [self._contents[rank] for rank in range(self.num_ranks)]
         self._barrier.wait()

@@ -1,4 +1,4 @@
-"""A tiny random Llama, or Qwen3-MoE, that the real SGLang server serves on a CPU within seconds.
+"""A tiny random Llama, Qwen3-MoE or DeepSeek that the real SGLang server serves on a CPU within seconds.
 
 Its greedy text is noise, but it depends on the whole prompt: with N(0, 0.08) weights, an untied head and a
 hidden size of 256 it does not fall into repeating one token (at 64 it does), so a wrong KV cache changes the
@@ -56,23 +56,9 @@ def build_tiny_model(
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    token_ids = _write_tokenizer(path, vocab_size)
-    shape = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": max_positions,
-        "initializer_range": init_std,
-        "tie_word_embeddings": False,
-        "bos_token_id": token_ids["<bos>"],
-        "eos_token_id": token_ids["<end>"],
-        "pad_token_id": token_ids["<pad>"],
-    }
+    shape = _shape_with_tokenizer(
+        path, vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, max_positions, init_std
+    ) | {"head_dim": head_dim}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if num_experts:
@@ -86,6 +72,86 @@ def build_tiny_model(
             model = LlamaForCausalLM(LlamaConfig(**shape))
     model.to(getattr(torch, dtype)).save_pretrained(path)
     return path
+
+
+LATENT_RANK, LATENT_ROTARY = 64, 32
+"""Channels of a token's latent KV, and of its key with rotary embedding, in ``build_latent_model``."""
+
+
+def build_latent_model(
+    path: Path, *, num_layers: int = 4, q_lora_rank: int | None = None, num_experts: int = 0
+) -> Path:
+    """As ``build_tiny_model``: a dense DeepSeek-V2 in float32, or a DeepSeek-V3 with two of ``num_experts``
+    per token behind its first layer."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+    shape = _shape_with_tokenizer(path, 512, 256, num_layers, 4, 4, 8192, 0.08)
+    latent = {
+        "q_lora_rank": q_lora_rank,
+        "kv_lora_rank": LATENT_RANK,
+        "qk_rope_head_dim": LATENT_ROTARY,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "first_k_dense_replace": 1 if num_experts else num_layers,
+        "moe_intermediate_size": 128,
+        "moe_layer_freq": 1,
+        "n_routed_experts": num_experts or 2,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        # SGLang's DeepSeek on a CPU has no other rotary embedding.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 2048,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if num_experts:
+            # As SGLang names what DeepSeek-V3 does.
+            gate = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+            model: torch.nn.Module = DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **latent, **gate))
+        else:
+            model = DeepseekV2ForCausalLM(DeepseekV2Config(**shape, **latent))
+    model.save_pretrained(path)
+    return path
+
+
+def _shape_with_tokenizer(
+    path: Path,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    max_positions: int,
+    init_std: float,
+) -> dict[str, Any]:
+    """Write the tokenizer; returns the model's configuration as far as all architectures share it."""
+    path.mkdir(parents=True, exist_ok=True)
+    token_ids = _write_tokenizer(path, vocab_size)
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": max_positions,
+        "initializer_range": init_std,
+        "tie_word_embeddings": False,
+        "bos_token_id": token_ids["<bos>"],
+        "eos_token_id": token_ids["<end>"],
+        "pad_token_id": token_ids["<pad>"],
+    }
 
 
 def random_llama(

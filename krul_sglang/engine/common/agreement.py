@@ -13,11 +13,12 @@ class RankAgreement:
     """Exchanges values between the same threads of all ranks: those that store turns, or those that restore.
 
     Each kind of thread has a process group of its own, because they exchange at the same time. All ranks must
-    make the same calls in the same order. ``group`` is None for a single rank.
+    make the same calls in the same order. ``group`` is None for a single rank. ``rank`` is this one.
     """
 
     def __init__(self, group: Any | None, num_ranks: int) -> None:
         self.num_ranks = num_ranks
+        self.rank = 0 if group is None else dist.get_rank(group)
         self._group = group
 
     @classmethod

@@ -27,7 +27,7 @@ class DevicePool:
 
     Latent KV (MLA) is one row ``[latent | rotary]`` per token, which attention takes as one key, and its
     latent part as the value. Here its rotary part is the key, and the latent part the value, so that each is
-    stored once.
+    stored once; ``is_latent`` says so. All tensor-parallel ranks have the same.
 
     Args:
         k_buffer: of each layer ``[num_slots, num_kv_heads, k_head_dim]``, on the pool's device.
@@ -58,6 +58,7 @@ class DevicePool:
         self.write = write
         self._scales = scales
         self._k_buffer, self._v_buffer = k_buffer, v_buffer
+        self.is_latent = attended is not None
         self._attended = attended or list(zip(k_buffer, v_buffer, strict=True))
         self.device = k_buffer[0].device
         self.streams = Device(self.device)

@@ -113,13 +113,15 @@ def identify_model(
     tp_rank: int,
     tp_size: int,
     ranks_per_host: int,
+    is_replicated: bool = False,
 ) -> ServedModel:
     """Identify the model whose KV this rank's pool will hold. Every rank calls it at the same point.
 
     ``model_config`` is SGLang's, ``settings`` are the resolved server arguments, ``kv_format`` names the
     pool's elements. The first rank of each host reads the weights; a rank's KV depends on the weights of all
-    ranks. If the weights cannot be identified, the identity is a random one: neither another server nor this
-    one after a restart will find its KV.
+    ranks. If KV ``is_replicated``, it has the identity of a single rank's. If the weights cannot be
+    identified, the identity is a random one: neither another server nor this one after a restart will find
+    its KV.
     """
     mine = b""
     if tp_rank % ranks_per_host == 0:
@@ -142,8 +144,8 @@ def identify_model(
         k_head_dim=shape.k_head_dim,
         v_head_dim=shape.v_head_dim,
         page_size=page_size,
-        tp_rank=tp_rank,
-        tp_size=tp_size,
+        tp_rank=0 if is_replicated else tp_rank,
+        tp_size=1 if is_replicated else tp_size,
     )
     return ServedModel(identity, is_lasting=is_known)
 

@@ -66,13 +66,13 @@ def connect_store(
     Raises:
         DaemonError: on every rank, if one cannot have its daemon.
     """
-    leader = model.tp_rank // ranks_per_host * ranks_per_host
+    leader = agreement.rank // ranks_per_host * ranks_per_host
     daemon: EmbeddedDaemon | None = None
     store: DaemonStore | None = None
     found = {"endpoint": config.endpoint}
-    if not config.endpoint and model.tp_rank == leader:
+    if not config.endpoint and agreement.rank == leader:
         try:
-            daemon = _start_daemon(config, rank_bytes * min(ranks_per_host, model.tp_size))
+            daemon = _start_daemon(config, rank_bytes * min(ranks_per_host, agreement.num_ranks))
             found = {"endpoint": str(daemon.runtime_dir)}
         except KrulError as error:
             found = {"error": str(error)}

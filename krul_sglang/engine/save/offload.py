@@ -73,7 +73,8 @@ class TurnOffloader:
     """Stores what the store does not hold yet of each submitted turn, in order, on one worker thread.
 
     A turn whose encoding loses something, or takes long, is stored as it is, and ``encoder`` encodes that
-    later: its slots are free as soon as they were copied. With an ``allocation``, tokens that a restore would
+    later: its slots are free as soon as they were copied. Unless it ``stores``, another rank does, and this
+    one only takes part in what they decide. With an ``allocation``, tokens that a restore would
     recompute are not stored, and dropped from earlier turns. It may be set after the offloader is made,
     before the first turn. If ``runs`` is set, it remembers what is stored where.
 
@@ -94,6 +95,7 @@ class TurnOffloader:
         max_layer_bytes: int = MAX_LAYER_BYTES,
         copy_room: Callable[[], int] = lambda: sys.maxsize,
         keeps_copies: bool = True,
+        stores: bool = True,
     ) -> None:
         self.counters = OffloadCounters()
         self.choices = ChoiceCounters()
@@ -101,6 +103,7 @@ class TurnOffloader:
         self._pool = pool
         self._codec = codec
         self._decision = decision
+        self._stores = stores
         self.allocation = allocation
         self.runs: RunIndex | None = None
         self._gate = TransferGate() if gate is None else gate
@@ -233,7 +236,8 @@ class TurnOffloader:
     def _store_missing(self, job: Job) -> str | None:
         """Store a turn; returns why that failed, None if it did not."""
         turn = job.turn
-        missing = None if turn.hint.drop or job.is_revoked else self._missing_segments(turn)
+        is_to_store = self._stores and not turn.hint.drop
+        missing = self._missing_segments(turn) if is_to_store and not job.is_revoked else None
         # Ranks decide together. So each of them takes part for each job, also where nothing is to be stored.
         with job.reading() as may_read:
             missing = missing if may_read else None
@@ -242,7 +246,7 @@ class TurnOffloader:
         if self.allocation is not None:
             head_ends = self.allocation.head_ends(len(turn.token_ids), encoding)
         if missing is None:
-            if not turn.hint.drop:
+            if is_to_store:
                 return "no answer"
         else:
             self.choices.add(encoding.stored_as)
@@ -253,7 +257,8 @@ class TurnOffloader:
                     return "no room"
             if head_ends is not None:
                 self._trim(turn, head_ends)
-        self._advise(turn)
+        if self._stores:
+            self._advise(turn)
         return None
 
     def _has_stored(

@@ -1,0 +1,179 @@
+"""Models with latent KV (MLA): conversations come back as on a server that never evicts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from krul_sglang.demo.server import ServerError, ServerProcess
+from tests.support.forked_server import ForkedServer
+from tests.support.scenario import (
+    NUM_TURNS,
+    POOL_TOKENS,
+    STRICT,
+    STRICT_ON_TWO_CORES,
+    Played,
+    ask,
+    assert_nothing_left_behind,
+    assert_same,
+    play,
+    play_all,
+    random_prompt,
+    settled_stats,
+    small_krul_server_args,
+    wait_until,
+)
+from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN, faulty_loads
+from tests.support.tiny_model import LATENT_RANK, LATENT_ROTARY, build_latent_model
+
+NUM_LAYERS = 4
+ELEMENTS = NUM_LAYERS * (LATENT_RANK + LATENT_ROTARY)
+"""Of a token, over all layers."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """``model``: see ``models``. ``token_bytes``: that a stored token takes in all layers."""
+
+    model: str
+    options: dict[str, Any]
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = tuple(STRICT.items())
+    fault: str | None = None
+    token_bytes: int = 4 * ELEMENTS
+
+    @property
+    def control_args(self) -> tuple[str, ...]:
+        return self.args if "--kv-cache-dtype" in self.args else ()
+
+
+RANDOM = {"planner": "random", "max_head_tokens": 100_000, "store_full_tail": True}
+MODES = {
+    "dense-mixed-chunks": Mode("dense", RANDOM, ("--chunked-prefill-size", "256", "--enable-mixed-chunk")),
+    "experts-tp2-failing-loads": Mode(
+        "experts", RANDOM, ("--tp", "2"), tuple(STRICT_ON_TWO_CORES.items()), "load-error"
+    ),
+    "dense-fp8-whole-loads": Mode(
+        "dense", {"planner": "full-load"}, ("--kv-cache-dtype", "fp8_e4m3"), token_bytes=ELEMENTS
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("latent-models")
+    return {
+        "dense": build_latent_model(root / "dense", num_layers=NUM_LAYERS),
+        "experts": build_latent_model(root / "experts", num_layers=NUM_LAYERS, q_lora_rank=96, num_experts=4),
+    }
+
+
+@cache
+def kept(model: Path, args: tuple[str, ...]) -> Played:
+    """What a server answers that never evicts anything."""
+    common = (
+        "--dtype",
+        "float32",
+        "--page-size",
+        "16",
+        "--max-total-tokens",
+        "16384",
+        "--enable-cache-report",
+    )
+    with ForkedServer(model, args=(*common, *args)) as server:
+        return play_all(server, evict=False)
+
+
+@contextmanager
+def serving(
+    model: Path, options: dict[str, Any], args: tuple[str, ...] = (), env: dict[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    all_args = (*small_krul_server_args(POOL_TOKENS, options), *args)
+    with ForkedServer(model, args=all_args, env=STRICT if env is None else env) as server:
+        yield server
+
+
+@dataclass(frozen=True)
+class Restored:
+    mode: Mode
+    kept: Played
+    played: Played
+    stats: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def restored(request: pytest.FixtureRequest, models: dict[str, Path]) -> Restored:
+    mode = MODES[request.param]
+    plugin = WITH_PLUGIN if mode.fault is None else faulty_loads(mode.fault)
+    with serving(models[mode.model], mode.options, mode.args, {**dict(mode.env), **plugin}) as server:
+        played = play_all(server, evict=True)
+        if mode.fault is None:
+            assert_nothing_left_behind(server)
+        stats = settled_stats(server)
+    return Restored(mode, kept(models[mode.model], mode.control_args), played, stats)
+
+
+def test_every_turn_answers_as_on_a_server_that_never_evicted(restored: Restored) -> None:
+    assert_same(restored.kept.all(), restored.played.all())
+
+
+def test_answers_differ_from_each_other(restored: Restored) -> None:
+    """Without this the equality above could hold for a model that always says the same."""
+    assert len({answer.output_ids for answer in restored.kept.turns}) == NUM_TURNS
+
+
+def test_returning_turns_came_from_the_host(restored: Restored) -> None:
+    for answer in [*restored.played.turns[1:], *restored.played.together]:
+        assert answer.device_tokens == 0
+        assert answer.host_tokens > 300
+
+
+def test_heads_were_recomputed_where_they_were_planned(restored: Restored) -> None:
+    restore, has_heads = restored.stats["restore"], restored.mode.options is RANDOM
+    assert restore["mode"]["why"] == "as configured"
+    assert restore["proof"]["rows_within_one_ulp"] > 0
+    assert (restore["forward"]["head_tokens"] > 0) == has_heads
+    assert restored.stats["load"]["num_bytes"] > 0
+    assert (restore["forward"]["rescued_requests"] > 0) == (restored.mode.fault is not None)
+
+
+def test_latent_kv_is_stored_once_and_as_it_is(restored: Restored) -> None:
+    """Also of two ranks, which both have all of it."""
+    offload = restored.stats["offload"]
+    assert offload["num_bytes"] == offload["tokens"] * restored.mode.token_bytes
+    assert restored.stats["committed_segments"] == offload["segments"]
+
+
+def test_without_heads_the_answers_would_be_others(models: dict[str, Path]) -> None:
+    with serving(models["dense"], RANDOM, env={**STRICT, **SKIPPED_HEADS}) as server:
+        wrong = play(server, "conversation", evict=True)
+    right = kept(models["dense"], ()).turns
+    assert wrong[0].output_ids == right[0].output_ids
+    assert [answer.output_ids for answer in wrong[1:]] != [answer.output_ids for answer in right[1:]]
+
+
+def test_one_rank_finds_what_two_have_stored(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"planner": "full-load", "ssd_dir": str(tmp_path), "ssd_capacity": "1GiB", "ssd_timeout": 10.0}
+    prompt = random_prompt("two ranks", 500)
+    with serving(models["dense"], options, ("--tp", "2"), STRICT_ON_TWO_CORES) as server:
+        first = ask(server, prompt)
+        wait_until(lambda: written_segments(server) > 0, "the turn to be written")
+    with serving(models["dense"], options) as server:
+        again = ask(server, prompt)
+    assert again.host_tokens > 400
+    assert_same([first], [again])
+
+
+def test_a_strategy_that_looks_at_attention_is_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(ServerError, match="latent KV"), serving(models["dense"], {"strategy": "krul"}):
+        pass
+
+
+def written_segments(server: ServerProcess) -> int:
+    return sum(tier["written_segments"] for tier in settled_stats(server)["tiers"])
