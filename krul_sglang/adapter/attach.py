@@ -194,6 +194,8 @@ def _proven_heads(runtime: KrulRuntime) -> tuple[HeadRecompute | None, HeadProof
     heads = proof = None
     why = ""
     try:
+        if runner.lora_manager is not None:
+            raise NoHeadsError("they would be computed without adapters")
         heads = HeadRecompute(runner, runtime.pool, runtime.capture)
         proof = prove_heads(runner, runtime.cache, runtime.pool, heads)
     except NoHeadsError as error:

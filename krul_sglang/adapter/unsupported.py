@@ -65,7 +65,6 @@ def _model(kind: str, reason: str, fact: str) -> Rule:
 
 _OTHER_TIER = "another KV tier cannot run beside krul"
 _FOREIGN_POOL = "krul does not know this KV pool"
-_LORA = "recomputed heads run without the adapter, and stored KV does not name its weights"
 _MEDIA = "images and sounds are not in the token ids by which KV is found and heads are recomputed"
 _BITWISE = "recomputed KV is not rounded like KV that was prefilled"
 _SCATTERED = "ranks hold different tokens between layers, where heads are cut by token"
@@ -88,8 +87,13 @@ LAUNCH_RULES = (
     _flag("--disable-radix-cache", "krul extends the radix cache"),
     _flag("--enable-mis", "it switches the radix cache off, which krul extends"),
     _flag("--is-embedding", "embedding models have no turns to restore"),
-    _flag("--enable-lora", _LORA),
-    _flag("--lora-paths", _LORA, example=["name=path"]),
+    Rule(
+        "--enable-lora, --lora-paths and a strategy that looks at attention",
+        'budgets and bases know the model without its adapters: leave strategy = "none"',
+        ("enable_lora", "lora_paths", "krul.strategy"),
+        lambda is_on, paths, strategy: bool(is_on or paths) and strategy in ATTENTION_STRATEGIES,
+        (True, None, "subspace"),
+    ),
     _flag("--encoder-only", _MEDIA),
     _flag("--language-only", _MEDIA),
     _flag("--dllm-algorithm", "a block's KV is written several times", example="LowConfidence"),

@@ -27,7 +27,7 @@ from tests.support.scenario import (
     random_prompt,
     settled_stats,
     small_krul_server_args,
-    wait_until,
+    wait_until_written,
 )
 from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN, faulty_loads
 from tests.support.tiny_model import LATENT_RANK, LATENT_ROTARY, build_latent_model
@@ -163,7 +163,7 @@ def test_one_rank_finds_what_two_have_stored(models: dict[str, Path], tmp_path: 
     prompt = random_prompt("two ranks", 500)
     with serving(models["dense"], options, ("--tp", "2"), STRICT_ON_TWO_CORES) as server:
         first = ask(server, prompt)
-        wait_until(lambda: written_segments(server) > 0, "the turn to be written")
+        wait_until_written(server)
     with serving(models["dense"], options) as server:
         again = ask(server, prompt)
     assert again.host_tokens > 400
@@ -173,7 +173,3 @@ def test_one_rank_finds_what_two_have_stored(models: dict[str, Path], tmp_path: 
 def test_a_strategy_that_looks_at_attention_is_refused(models: dict[str, Path]) -> None:
     with pytest.raises(ServerError, match="latent KV"), serving(models["dense"], {"strategy": "krul"}):
         pass
-
-
-def written_segments(server: ServerProcess) -> int:
-    return sum(tier["written_segments"] for tier in settled_stats(server)["tiers"])

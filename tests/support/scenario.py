@@ -236,6 +236,14 @@ def settled_stats(server: ServerProcess) -> dict[str, Any]:
     return wait_for_saves(server)[0]
 
 
+def wait_until_written(server: ServerProcess) -> None:
+    """Wait until something that the server has stored is in a lower tier."""
+    wait_until(
+        lambda: any(tier["written_segments"] for tier in settled_stats(server)["tiers"]),
+        "a turn to be written",
+    )
+
+
 def daemon_pid(server: ServerProcess) -> int:
     """Of the daemon that the server started last."""
     return int(re.findall(r"krul.*daemon(?: restarted, process)? (\d+)", server.log_text())[-1])

@@ -74,6 +74,32 @@ def build_tiny_model(
     return path
 
 
+def build_adapter(path: Path, *, seed: int, num_layers: int = 4, hidden_size: int = 256) -> Path:
+    """A random LoRA adapter of the output projections of ``build_tiny_model``'s Llama, strong enough to
+    change what it says."""
+    import torch
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    rank = 8
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(num_layers):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+        for part, shape in (("lora_A", (rank, hidden_size)), ("lora_B", (hidden_size, rank))):
+            tensors[f"{prefix}.{part}.weight"] = 0.1 * torch.randn(shape, generator=generator)
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["o_proj"],
+        "bias": "none",
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
 LATENT_RANK, LATENT_ROTARY = 64, 32
 """Channels of a token's latent KV, and of its key with rotary embedding, in ``build_latent_model``."""
 

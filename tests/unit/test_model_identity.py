@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "json_model_override_args": "{}",
     "kt_weight_path": None,
     "load_format": "auto",
+    "lora_paths": None,
     "model_impl": "auto",
     "model_loader_extra_config": "{}",
     "modelopt_checkpoint_restore_path": None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
@@ -32,10 +33,18 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return "krul_cpu"
 
     def init_backend(self) -> None:
-        """Register the default attention backend: SGLang calls this in each worker, before it makes one."""
+        """Register the default attention backend, and let adapters be loaded. SGLang calls this in each
+        worker, before it makes one."""
+        from sglang.srt.lora import layers
+        from sglang.srt.lora.backend import torch_backend
+
         from krul_sglang.adapter.platforms import cpu_attention
 
         cpu_attention.register()
+        for module in (layers, torch_backend):
+            module.__dict__["torch"] = _PageableTorch()
+        # It would raise: there is no driver.
+        torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment,return-value]
 
     def get_speculative_worker_cls(self, algorithm: str) -> None:
         """Make ready for n-gram speculation, by SGLang's own worker. It asks before it makes one."""
@@ -49,3 +58,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
+
+
+class _PageableTorch:
+    """torch for modules that pin what they make, which needs the driver of a device."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        if name not in ("tensor", "zeros", "empty", "arange"):
+            return found
+        return lambda *args, pin_memory=False, **kwargs: found(*args, **kwargs)

@@ -151,7 +151,8 @@ def identify_model(
 
 
 def weights_digest(model_config: Any, settings: Mapping[str, Any], cache_dir: Path) -> str | None:
-    """A text that identifies these weights; None, with a warning, if they cannot be identified.
+    """A text that identifies these weights, and those of adapters that are there from the start; None, with a
+    warning, if they cannot be identified.
 
     For a hub name it is the commit that the local hub cache has of it. For a local folder it is a hash of all
     bytes of its weights and settings: a sample would miss a fix of a few rows, and reading costs less than
@@ -160,7 +161,10 @@ def weights_digest(model_config: Any, settings: Mapping[str, Any], cache_dir: Pa
     try:
         unknown = _why_unknown(model_config, settings)
         if unknown is None:
-            return checkpoint_of(model_config, settings).weights_digest(cache_dir)
+            # Adapters that are loaded later have ids that no other server has.
+            adapters = (Checkpoint(adapter["lora_path"]) for adapter in settings["lora_paths"] or ())
+            checkpoints = (checkpoint_of(model_config, settings), *adapters)
+            return " ".join(checkpoint.weights_digest(cache_dir) for checkpoint in checkpoints)
     except (OSError, UnknownWeightsError) as error:
         unknown = str(error)
     logger.warning("krul: KV of this server will not be found after a restart, nor by others: %s", unknown)
