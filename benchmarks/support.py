@@ -61,6 +61,11 @@ SERVED = (
     Served("--device cpu (krul's CPU platform and its attention backend)", "all of tests/integration"),
     Served("Llama (random weights, and the bundled model)", "tests/integration/test_bundled_model.py"),
     Served("Qwen3-MoE (random weights)", "tests/integration/test_restoring.py"),
+    Served(
+        "latent KV (MLA): DeepSeek-V2, DeepSeek-V3 (random weights)",
+        "tests/integration/test_latent_serving.py",
+    ),
+    Served("adapters (--lora-paths), by whole loads", "tests/integration/test_adapters.py"),
     Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),
     Served("--page-size 1, 16, 64", "tests/integration/test_restoring.py"),
     Served("--chunked-prefill-size", "tests/integration/test_restoring.py"),
@@ -84,12 +89,13 @@ UNTESTED = (
     Untested("any GPU; every attention backend but krul's own, torch_native"),
     Untested("CUDA graphs, of decoding and of prefill", "a prefill graph waits for all layers of a load"),
     Untested(
-        "models other than Llama and Qwen3-MoE",
+        "models other than Llama, Qwen3-MoE and DeepSeek-V2 and V3",
         "the proof of recomputed heads at every start; without it whole prefixes are loaded",
     ),
     Untested(
         "MoE: --ep-size, --moe-a2a-backend, --enable-eplb, --moe-dp-size, --dwdp-size", "the same proof"
     ),
+    Untested("adapters that are loaded while the server runs", "each has an id that nothing else has"),
     Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
     Untested("--enable-torch-compile"),
     Untested("--quantization of weights"),

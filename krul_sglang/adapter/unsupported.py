@@ -88,7 +88,7 @@ LAUNCH_RULES = (
     _flag("--enable-mis", "it switches the radix cache off, which krul extends"),
     _flag("--is-embedding", "embedding models have no turns to restore"),
     Rule(
-        "--enable-lora, --lora-paths and a strategy that looks at attention",
+        "--enable-lora or --lora-paths, and a strategy that looks at attention",
         'budgets and bases know the model without its adapters: leave strategy = "none"',
         ("enable_lora", "lora_paths", "krul.strategy"),
         lambda is_on, paths, strategy: bool(is_on or paths) and strategy in ATTENTION_STRATEGIES,

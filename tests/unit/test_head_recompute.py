@@ -250,6 +250,7 @@ def proven(
     monkeypatch.setattr(attach, "prove_heads", lambda *args: run())
     rig = Rig()
     runner: Any = SimpleNamespace(
+        lora_manager=None,
         model=rig.model if model is None else model,
         token_to_kv_pool=rig.engine_pool,
         dtype=torch.float32,
@@ -262,7 +263,7 @@ def proven(
         capture=None,
         config=SimpleNamespace(planner=planner),
         restore_agreement=OtherRank(other_rank),
-        model=SimpleNamespace(identity=SimpleNamespace(tp_rank=tp_rank)),
+        agreement=SimpleNamespace(rank=tp_rank),
     )
     return attach._proven_heads(runtime)
 
