@@ -66,6 +66,10 @@ SERVED = (
         "tests/integration/test_latent_serving.py",
     ),
     Served("adapters (--lora-paths), by whole loads", "tests/integration/test_adapters.py"),
+    Served(
+        "sliding windows with --disable-hybrid-swa-memory, by whole loads",
+        "tests/integration/test_windows.py",
+    ),
     Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),
     Served("--page-size 1, 16, 64", "tests/integration/test_restoring.py"),
     Served("--chunked-prefill-size", "tests/integration/test_restoring.py"),
@@ -109,7 +113,6 @@ UNTESTED = (
     Untested("--enable-prefill-delayer, --num-continuous-decode-steps"),
     Untested("beam search (beam_width)"),
     Untested("--cpu-offload-gb", "layers are wrapped: whole prefixes are loaded"),
-    Untested("--disable-hybrid-swa-memory", "layers have windows: whole prefixes are loaded"),
     Untested("--enable-paged-experts, --kt-weight-path"),
     Untested("--startup-weight-load-mode overlap", "weights must be there when krul proves heads"),
     Untested("--enable-torch-symm-mem, --enable-symm-mem, --enable-mscclpp, --enable-nccl-nvls"),

@@ -199,7 +199,11 @@ MODEL_RULES = (
     _model("a vision or audio model (--enable-multimodal)", _MEDIA, "is_multimodal"),
     _model("an encoder-decoder model", "cross attention has KV of its own", "is_encoder_decoder"),
     _model("an embedding model", "embedding models have no turns to restore", "is_embedding"),
-    _model("a model with sliding windows", "its KV is not one pool of all tokens", "is_hybrid_swa"),
+    _model(
+        "a model with sliding windows",
+        "its KV is not one pool of all tokens; with --disable-hybrid-swa-memory it is",
+        "is_hybrid_swa",
+    ),
     _model("a Mamba or hybrid model", "its state is not in the KV of tokens", "is_hybrid_ssm"),
     _model("a model with chunked or sparse attention", _FULL_ATTENTION, "has_partial_attention"),
     _model("a model with n-gram embeddings", "a head's first tokens lack theirs", "has_ngram_embedding"),

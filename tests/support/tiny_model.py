@@ -151,6 +151,24 @@ def build_latent_model(
     return path
 
 
+def build_window_model(path: Path, *, window: int) -> Path:
+    """As ``build_tiny_model``: a Gemma-3 whose even layers attend to the last ``window`` tokens."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 2, 8192, 0.08)
+    windows = {
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": window,
+        "layer_types": 2 * ["sliding_attention", "full_attention"],
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Gemma3ForCausalLM(Gemma3TextConfig(**shape, **windows)).save_pretrained(path)
+    return path
+
+
 def _shape_with_tokenizer(
     path: Path,
     vocab_size: int,
