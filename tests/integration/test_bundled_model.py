@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
+from krul_sglang.config import KrulConfig
 from krul_sglang.demo.conversations import load_conversations
 from krul_sglang.demo.server import ServerProcess
 from krul_sglang.models.find import REFERENCE_MODEL
-from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, recall_facts
+from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, krul_stats, recall_facts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_CONVERSATIONS = 6
@@ -65,16 +68,79 @@ def test_facts_are_recalled_from_restored_history(server: ServerProcess) -> None
     assert_nothing_left_behind(server)
 
 
-@pytest.mark.parametrize("name", ["multi_turn_openai.py", "multi_turn_frontend.py"])
-def test_the_examples_restore_from_the_host(server: ServerProcess, name: str) -> None:
+def run_example(name: str, *arguments: str) -> list[str]:
+    """The lines that an example prints."""
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), server.url], capture_output=True, text=True, timeout=300
+        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
-    second_turns = [line for line in result.stdout.splitlines() if line.startswith("turn 2")]
+    print(result.stdout)
+    return result.stdout.splitlines()
+
+
+def host_tokens(line: str) -> int:
+    return int(line.split("host ")[1].split()[0].strip(";"))
+
+
+@pytest.mark.parametrize("name", ["multi_turn_openai.py", "multi_turn_frontend.py"])
+def test_conversations_of_the_examples_come_back_from_the_host(server: ServerProcess, name: str) -> None:
+    second_turns = [line for line in run_example(name, server.url) if line.startswith("turn 2")]
     assert len(second_turns) == 4
-    host_tokens = [int(line.split("host ")[1].split()[0]) for line in second_turns]
-    assert all(count > 400 for count in host_tokens), result.stdout
+    assert all(host_tokens(line) > 400 for line in second_turns), second_turns
+
+
+def test_the_agent_of_the_example_says_when_it_comes_back(server: ServerProcess) -> None:
+    before = krul_stats(server)["hints"]
+    last = [line for line in run_example("tool_agent.py", server.url) if line.startswith("step 3")]
+    assert len(last) == 3
+    assert all(host_tokens(line) > 300 for line in last), last
+    assert krul_stats(server)["hints"] > before
+    assert krul_stats(server)["request_hints"]["ignored"] == {}
+
+
+def test_the_team_of_the_example_shares_its_system_prompt(server: ServerProcess) -> None:
+    steps = run_example("agent_team.py", server.url)
+    cached = [int(step.split(": ")[1].split()[0]) for step in steps]
+    # The second agent finds what the first one has sent, each later one what it had sent itself.
+    assert all(tokens > 300 for tokens in cached[1:]), steps
+    assert [step.endswith("done") for step in steps] == [True, False, False, False, True, True]
+    assert krul_stats(server)["request_hints"]["ignored"] == {}
+
+
+def test_a_session_is_replayed_with_its_own_answers(server: ServerProcess, tmp_path: Path) -> None:
+    paths = []
+    for user in range(3):
+        text = " ".join(f"Line {line} of user {user} says nothing new." for line in range(60))
+        turns = ((0.0, f"{text} First question?", " First answer."), (20.0, " Second question?", " Bye."))
+        lines = [json.dumps({"timestamp": at, "input": said, "output": got}) for at, said, got in turns]
+        paths.append(tmp_path / f"user{user}.jsonl")
+        paths[-1].write_text("\n".join(lines))
+    lines = run_example("replay_session.py", server.url, *map(str, paths), "--speed", "4")
+    second = [line for line in lines if " turn 2: " in line]
+    assert len(second) == 3
+    assert all(int(line.split("device ")[1].split(",")[0]) + host_tokens(line) > 400 for line in second), (
+        second
+    )
+
+
+def test_an_engine_in_the_same_process_restores(tmp_path: Path) -> None:
+    second = [line for line in run_example("offline_engine.py", str(REFERENCE_MODEL)) if "round 2" in line]
+    assert len(second) == 6
+    assert all(host_tokens(line) > 300 for line in second), second
+
+
+def test_the_launch_script_names_flags_and_options_that_exist() -> None:
+    """Its command is printed instead of run: there is no GPU."""
+    env = {"PATH": os.environ["PATH"], "MODEL": "m", "SSD": "/ssd"}
+    script = (EXAMPLES / "serve_gpu.sh").read_text().replace("exec python", "printf '%s\\n' python")
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=env)
+    words = result.stdout.splitlines()
+    options = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])
+    KrulConfig.load(options)
+    known = subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert all(word in known for word in words if word.startswith("--")), words
 
 
 def test_selftest_passes_on_this_server(server: ServerProcess) -> None:
