@@ -15,7 +15,7 @@ from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.restore import GroupRestore
 from krul_backend.device import Device
-from krul_backend.planner.interface import TierCost
+from krul_backend.planner.interface import DecodeCost, TierCost
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.adapter import cost_calibration
 from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
@@ -32,7 +32,8 @@ NUM_SLOTS = 512
 
 
 class FakeEngine:
-    """Prefills take ``token_s`` seconds per token; nothing is computed. Heads are only remembered."""
+    """Prefills take ``token_s`` seconds per token, and ``past_s`` per token before them; nothing is computed.
+    Heads are only remembered."""
 
     def __init__(
         self,
@@ -40,8 +41,10 @@ class FakeEngine:
         num_slots: int = NUM_SLOTS,
         context_len: int = 10_000,
         memory_tokens: int = 10_000,
+        past_s: float = 0.0,
     ) -> None:
         self.token_s = token_s
+        self.past_s = past_s
         self.memory_tokens = memory_tokens
         self.prefilled: list[int] = []
         self.heads: list[tuple[int, tuple[int, ...]]] = []
@@ -57,7 +60,12 @@ class FakeEngine:
         if num_tokens > self.memory_tokens:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.prefilled.append(num_tokens)
-        yield Prefilled(torch.tensor(token_ids), torch.arange(num_tokens), self.token_s * num_tokens)
+        yield Prefilled(
+            torch.tensor(token_ids),
+            torch.arange(num_tokens),
+            self.token_s * num_tokens,
+            lambda first: self.token_s * (num_tokens - first) + self.past_s * first,
+        )
 
     def run(self, heads: Sequence[Head]) -> None:
         (head,) = heads
@@ -93,6 +101,14 @@ def test_a_slow_machine_measures_as_many_lengths_as_the_fit_needs(monkeypatch: p
     assert costs.own.layer_s(100, 0) == pytest.approx(100 / NUM_LAYERS, rel=1e-3)
     # Without heads these cost what the engine's own layers cost.
     assert costs.head == costs.own
+
+
+def test_a_question_after_a_long_prompt_pays_for_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(1e-4, past_s=3e-5)
+    monkeypatch.setattr(cost_calibration, "ordinary_prefill", engine.prefill)
+    own = engine.calibration().measure().own
+    assert own.layer_s(16, 4096) == pytest.approx((16e-4 + 4096 * 3e-5) / NUM_LAYERS, rel=1e-3)
+    assert own.layer_s(256, 0) == pytest.approx(256e-4 / NUM_LAYERS, rel=1e-3)
 
 
 def test_longer_prompts_than_there_is_memory_for_follow_from_the_fit(
@@ -145,15 +161,20 @@ def test_units_in_use_follow_the_strategy() -> None:
     assert units_in_use("subspace", Precision.INT4, 8) == []
 
 
-def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock by which every restore takes 3 s, of which the copies of two groups take 1 s each."""
+@pytest.mark.parametrize("has_all_cores", [False, True])
+def test_groups_are_measured_as_they_are_restored(
+    monkeypatch: pytest.MonkeyPatch, has_all_cores: bool
+) -> None:
+    """On a clock by which a restore takes 1 s and 0.1 s per token beyond the copies of two groups."""
     engine, written = FakeEngine(1e-6), list[torch.Tensor]()
     subspace = SubspaceCodec(make_bases(SHAPE, [1, 1], rank=4), None)
-    write = GroupRestore.write
+    write, cores = GroupRestore.write, torch.get_num_threads()
+    num_cores: set[int] = set()
 
     def timed(device: Device, run: Callable[[], object]) -> float:
+        num_cores.add(torch.get_num_threads())
         run()
-        return 3.0
+        return 2.0 + 1.0 + 0.1 * len(written[-1])
 
     def write_and_keep(begun: GroupRestore, buffers: Any) -> None:
         write(begun, buffers)
@@ -162,17 +183,20 @@ def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatc
     before = engine.pool.copy()
     monkeypatch.setattr(cost_calibration, "timed", timed)
     monkeypatch.setattr(GroupRestore, "write", write_and_keep)
-    group_s = engine.calibration().group_s(subspace, TierCost(1.0, 0.0))
-    assert len(written) == cost_calibration._REPEATS * NUM_LAYERS
+    cost = engine.calibration().group_cost(subspace, TierCost(1.0, 0.0), has_all_cores=has_all_cores)
+    assert num_cores == {cores if has_all_cores else 1}
+    assert torch.get_num_threads() == cores
     num_tokens = min(cost_calibration._DECODED_TOKENS, NUM_SLOTS // 2)
+    assert {len(keys) for keys in written} == {num_tokens, num_tokens // 8}
+    assert len(written) == 2 * cost_calibration._REPEATS * NUM_LAYERS
     # All groups of the model are decoded each time.
-    for keys, drawn in zip(written, subspace.draw(num_tokens), strict=False):
+    for keys, drawn in zip(written[-NUM_LAYERS:], subspace.draw(num_tokens), strict=True):
         assert float((keys - drawn.k).square().mean()) < 0.1 * float(drawn.k.var())
     # Requests may be using the pool.
     for now, old in zip(engine.pool.copy(), before, strict=True):
         assert torch.equal(now.k, old.k)
         assert torch.equal(now.v, old.v)
-    assert group_s == 1.0 / num_tokens / NUM_LAYERS
+    assert cost.of_layers(NUM_LAYERS) == DecodeCost(pytest.approx(1.0), pytest.approx(0.1))
 
 
 def test_loads_are_measured_as_restores_copy() -> None:

@@ -30,13 +30,26 @@ def samples(cost: ComputeCost, noise: float = 0.0) -> list[tuple[int, int, float
 
 @pytest.mark.parametrize(
     "cost",
-    [COST, ComputeCost(0.0, 2.5e-6, 1e-10), ComputeCost(4e-5, 2.5e-6, 0.0), ComputeCost(1e-3, 0.0, 0.0)],
+    [
+        COST,
+        ComputeCost(0.0, 2.5e-6, 1e-10),
+        ComputeCost(4e-5, 2.5e-6, 0.0),
+        ComputeCost(1e-3, 0.0, 0.0),
+        ComputeCost(4e-5, 2.5e-6, 1e-10, 3e-8),
+    ],
 )
 def test_exact_measurements_give_the_cost_back(cost: ComputeCost) -> None:
     fitted = fit_compute(samples(cost))
     assert fitted.launch_s == pytest.approx(cost.launch_s, rel=1e-6, abs=1e-12)
     assert fitted.token_s == pytest.approx(cost.token_s, rel=1e-6, abs=1e-14)
     assert fitted.context_s == pytest.approx(cost.context_s, rel=1e-6, abs=1e-18)
+    assert fitted.past_s == pytest.approx(cost.past_s, rel=1e-6, abs=1e-16)
+
+
+def test_without_a_past_nothing_is_known_of_reading_it() -> None:
+    fitted = fit_compute([(n, 0, COST.layer_s(n, 0)) for n in (16, 128, 512, 2048)])
+    assert fitted.past_s == 0
+    assert fitted.layer_s(1024, 0) == pytest.approx(COST.layer_s(1024, 0), rel=1e-6)
 
 
 def test_noise_of_a_tenth_leaves_predictions_within_a_tenth() -> None:
@@ -109,7 +122,7 @@ def test_costs_follow_a_machine_that_is_slower_than_calibrated() -> None:
     online = OnlineCosts(START, half_life=4)
     true_s = 3 * START.tiers["disk"].load_s(100)
     for _ in range(40):
-        online.observe_tier("disk", online.current().tiers["disk"].load_s(100), true_s)
+        online.observe_load("disk", online.current().tiers["disk"].load_s(100), 0.0, true_s)
     current = online.current()
     assert current.tiers["disk"].load_s(100) == pytest.approx(true_s, rel=0.01)
     assert current.tiers["disk"].latency_s == pytest.approx(9.0, rel=0.01)
@@ -165,7 +178,7 @@ def test_a_tier_that_is_stated_later_passes_through_another() -> None:
 def test_what_was_observed_of_a_tier_scales_what_is_stated_later() -> None:
     online = OnlineCosts(START, half_life=1)
     online.set_tier("ssd", TierCost(10.0, 4.0), through="host")
-    online.observe_tier("ssd", 1.0, 4.0)
+    online.observe_load("ssd", 1.0, 0.0, 4.0)
     assert online.current().tiers["ssd"] == TierCost(pytest.approx(22.0), pytest.approx(8.0))
     online.set_tier("ssd", TierCost(1.0, 6.0), through="host")
     assert online.current().tiers["ssd"] == TierCost(pytest.approx(4.0), pytest.approx(12.0))
@@ -174,7 +187,7 @@ def test_what_was_observed_of_a_tier_scales_what_is_stated_later() -> None:
 
 def test_a_slower_front_tier_is_not_counted_twice() -> None:
     online = OnlineCosts(START, half_life=1)
-    online.observe_tier("host", 1.0, 4.0)
+    online.observe_load("host", 1.0, 0.0, 4.0)
     online.set_tier("ssd", TierCost(10.0, 0.5), through="host")
     # Its own observations will tell.
     assert online.current().tiers["ssd"] == TierCost(11.0, 2.0)
@@ -187,9 +200,42 @@ def test_a_tier_cannot_pass_through_one_without_costs() -> None:
     assert online.current() == START
 
 
+def test_copies_and_decoding_are_told_apart_by_loads_that_have_more_of_one() -> None:
+    """Decoding takes 2.5 times as long as measured, beside a forward say, and the tier what it should."""
+    online, true_scale = OnlineCosts(START, half_life=4), 2.5
+    for number in range(200):
+        copy_s = (4.0, 0.5, 1.0)[number % 3] * online.current().tiers["host"].byte_s
+        decode_s = (0.0, 1.0, 1.0)[number % 3] * online.current().decode_scale
+        true_s = (4.0, 0.5, 1.0)[number % 3] * START.tiers["host"].byte_s + bool(number % 3) * true_scale
+        online.observe_load("host", copy_s, decode_s, true_s)
+    assert online.current().decode_scale == pytest.approx(true_scale, rel=0.02)
+    assert online.current().tiers["host"].byte_s == pytest.approx(START.tiers["host"].byte_s, rel=0.02)
+    assert online.current().tiers["disk"] == START.tiers["disk"]
+
+
+@pytest.mark.parametrize("copied_share", [0.0, 0.1, 0.5, 0.9])
+def test_a_load_of_any_kind_is_predicted_right_after_some_like_it(copied_share: float) -> None:
+    online, errors = OnlineCosts(START), []
+    for _ in range(40):
+        current = online.current()
+        copy_s = copied_share * current.tiers["host"].byte_s / START.tiers["host"].byte_s
+        decode_s = (1 - copied_share) * current.decode_scale
+        errors.append(abs(3.0 / (copy_s + decode_s) - 1))
+        online.observe_load("host", copy_s, decode_s, 3.0)
+    assert errors[0] == pytest.approx(2.0)
+    # The half-life is eight observations.
+    assert max(errors[24:]) < 0.15
+
+
+def test_a_load_of_nothing_teaches_nothing() -> None:
+    online = OnlineCosts(START)
+    online.observe_load("host", 0.0, 0.0, 1.0)
+    assert online.current() == START
+
+
 def test_unknown_tiers_and_half_lives_are_refused() -> None:
     with pytest.raises(RestoreError, match="'tape' has no costs"):
-        OnlineCosts(START).observe_tier("tape", 1.0, 1.0)
+        OnlineCosts(START).observe_load("tape", 1.0, 0.0, 1.0)
     with pytest.raises(RestoreError, match="half-life of 0"):
         OnlineCosts(START, half_life=0)
 

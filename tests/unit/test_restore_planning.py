@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from krul_backend.planner.interface import RestorePlan, RestoreProblem
+from krul_backend.planner.interface import DecodeCost, RestorePlan, RestoreProblem
 from krul_backend.planner.planners import FullRecomputePlanner, LocalSearchPlanner, make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
@@ -53,7 +53,7 @@ def test_a_problem_says_what_is_stored_and_where() -> None:
         assert run.tier == DRAM_TIER
         # Layers 0 and 2, 1 and 3 are pairs: the direction in the lower layer's block is needed by both.
         assert run.last_use == (2, 3, 2, 3)
-        assert run.decode_token_s == (0.5,) * NUM_LAYERS
+        assert run.decode == (DecodeCost(0.0, 0.5),) * NUM_LAYERS
         assert run.stored_from == (run.first_token,) * NUM_LAYERS
         # From its first token on, a block is read to its end.
         share = (header.end_token - run.first_token) / header.num_tokens
@@ -124,7 +124,7 @@ def test_costs_that_were_learned_change_the_next_plan() -> None:
     planning = planning_of(LocalSearchPlanner(), costs=costs_of(1.0, 0.9 / TOKEN_BYTES))
     first = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4)
     for _ in range(50):
-        planning.costs.observe_tier(DRAM_TIER, 1.0, 4.0)
+        planning.costs.observe_load(DRAM_TIER, 1.0, 0.0, 4.0)
     later = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4)
     assert first is not None
     assert later is None or sum(later.plan.head_ends) > sum(first.plan.head_ends)

@@ -24,6 +24,7 @@ class RecordingCosts:
 
     def __init__(self) -> None:
         self.observed: list[tuple[str, float, float]] = []
+        self.decoded_s: list[float] = []
 
     def observe_head(self, predicted_s: float, measured_s: float) -> None:
         self.observed.append(("head", predicted_s, round(measured_s, 6)))
@@ -38,8 +39,9 @@ class RecordingCosts:
         own = ComputeCost(launch_s=1.0, token_s=0.1, context_s=0.01)
         return RestoreCosts(head=own, own=own, tiers={DRAM_TIER: TierCost(0.0, 0.0)})
 
-    def observe_tier(self, tier: str, predicted_s: float, measured_s: float) -> None:
-        self.observed.append((tier, predicted_s, round(measured_s, 6)))
+    def observe_load(self, tier: str, copy_s: float, decode_s: float, measured_s: float) -> None:
+        self.observed.append((tier, copy_s, round(measured_s, 6)))
+        self.decoded_s.append(decode_s)
 
 
 class ScriptedClock:
@@ -85,9 +87,10 @@ def lie_in(trace: RestoreTrace, *tiers: str) -> None:
 
 def test_costs_learn_the_work_of_each_stream_without_its_waits() -> None:
     log, costs = make_log()
-    log.add(make_trace(Forecast(1.0, 2.0, 0.0), Forecast(0.5, 0.25, 0.0)))
+    log.add(make_trace(Forecast(1.0, 2.0, 0.0), Forecast(0.5, 0.75, 0.0, decode_s=0.5)))
     log.settle()
     assert costs.observed == [("head", 1.5, 4.0), (DRAM_TIER, 2.25, 5.0)]
+    assert costs.decoded_s == [0.5]
 
 
 def test_a_request_that_came_alone_tells_what_a_restore_takes_beyond_its_plan() -> None:
@@ -189,3 +192,17 @@ def test_forecasts_are_compared_with_what_restores_took() -> None:
     assert found["median_ratio"] == pytest.approx(1.05)
     assert found["error_p50"] == pytest.approx(0.1)
     assert found["error_p95"] == pytest.approx(0.4)
+
+
+def test_what_restores_have_taken_beyond_their_plans_is_part_of_the_next_forecast() -> None:
+    log, costs = make_log()
+    for end_s in (1.5, 3.0):
+        log.add(make_trace(Forecast(1.0, 2.0, 8.0, overhead_s=0.5), end_s=end_s))
+        log.settle()
+    assert log.accuracy()["median_ratio"] == pytest.approx((1.5 / 1.5 + 3.0 / 1.5) / 2)
+    assert log.as_list()[0]["requests"][0]["planned_s"] == 1.5
+    # And is learned as what is beyond the plan alone.
+    assert [each for each in costs.observed if each[0] == "overhead"] == [
+        ("overhead", 1.0, 1.5),
+        ("overhead", 1.0, 3.0),
+    ]

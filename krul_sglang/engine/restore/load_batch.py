@@ -49,11 +49,14 @@ class LoadFailedError(KrulError):
 @dataclass(frozen=True)
 class Forecast:
     """Seconds that heads and loads of a restore should take, each without waiting for the other, and those
-    that computing all of it with the new tokens would take."""
+    that computing all of it with the new tokens would take. ``decode_s`` of those of loads is decoding.
+    ``overhead_s``: what restores have taken beyond their plans."""
 
     head_s: float
     load_s: float
     recompute_s: float
+    decode_s: float = 0.0
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +95,11 @@ class Load:
     plan: RestorePlan
     forecast: Forecast
     moved: MovedKeys | None = None
+
+    @property
+    def planned_s(self) -> float:
+        """Seconds after which its forward should end."""
+        return self.plan.end_s + self.forecast.overhead_s
 
     def parts(self) -> Iterator[tuple[SegmentReader, torch.Tensor]]:
         """Each segment, and the slots of its tokens."""
