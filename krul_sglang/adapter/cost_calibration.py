@@ -32,8 +32,9 @@ from krul_sglang.engine.restore.restore_planning import DecodeCosts
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_MAX_FORWARD_S = 1.5
-"""Once a prompt takes this long, longer ones are not measured: they follow from the fit."""
+_MAX_FORWARD_S = 3.0
+"""Once a prompt takes this long, longer ones are not measured: they follow from the fit, which knows nothing
+of caches that long prompts outgrow."""
 _MIN_LENGTHS = 3
 """Lengths that a fit needs at least, however slow the machine is."""
 _NEW_SHARE = 8

@@ -89,9 +89,9 @@ def test_a_fast_machine_measures_every_length_that_fits(monkeypatch: pytest.Monk
 
 def test_no_longer_prompt_is_measured_once_one_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(0.8 / 256, num_slots=8192)
-    assert measured_lengths(engine, monkeypatch) == [32, 64, 128, 256, 512]
+    assert measured_lengths(engine, monkeypatch) == [32, 64, 128, 256, 512, 1024]
     # As soon as one takes a quarter of a second, longer ones run once.
-    assert [engine.prefilled.count(length) for length in (128, 256, 512)] == [3, 1, 1]
+    assert [engine.prefilled.count(length) for length in (128, 256, 512, 1024)] == [3, 1, 1, 1]
 
 
 def test_a_slow_machine_measures_as_many_lengths_as_the_fit_needs(monkeypatch: pytest.MonkeyPatch) -> None:
