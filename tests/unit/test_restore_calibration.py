@@ -15,8 +15,9 @@ from krul_backend.planner.calibration import (
     fit_compute,
     fit_tier,
 )
-from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import ComputeCost, DecodeCost, RestoreCosts, TierCost
 from krul_backend.planner.planners import LocalSearchPlanner
+from krul_backend.planner.timing import RestoreTiming
 from tests.support.restore_builders import make_problem, stored_run
 
 COST = ComputeCost(launch_s=4e-5, token_s=2.5e-6, context_s=1.2e-10)
@@ -122,7 +123,7 @@ def test_costs_follow_a_machine_that_is_slower_than_calibrated() -> None:
     online = OnlineCosts(START, half_life=4)
     true_s = 3 * START.tiers["disk"].load_s(100)
     for _ in range(40):
-        online.observe_load("disk", online.current().tiers["disk"].load_s(100), 0.0, true_s)
+        online.observe_tier("disk", online.current().tiers["disk"].load_s(100), true_s)
     current = online.current()
     assert current.tiers["disk"].load_s(100) == pytest.approx(true_s, rel=0.01)
     assert current.tiers["disk"].latency_s == pytest.approx(9.0, rel=0.01)
@@ -178,7 +179,7 @@ def test_a_tier_that_is_stated_later_passes_through_another() -> None:
 def test_what_was_observed_of_a_tier_scales_what_is_stated_later() -> None:
     online = OnlineCosts(START, half_life=1)
     online.set_tier("ssd", TierCost(10.0, 4.0), through="host")
-    online.observe_load("ssd", 1.0, 0.0, 4.0)
+    online.observe_tier("ssd", 1.0, 4.0)
     assert online.current().tiers["ssd"] == TierCost(pytest.approx(22.0), pytest.approx(8.0))
     online.set_tier("ssd", TierCost(1.0, 6.0), through="host")
     assert online.current().tiers["ssd"] == TierCost(pytest.approx(4.0), pytest.approx(12.0))
@@ -187,7 +188,7 @@ def test_what_was_observed_of_a_tier_scales_what_is_stated_later() -> None:
 
 def test_a_slower_front_tier_is_not_counted_twice() -> None:
     online = OnlineCosts(START, half_life=1)
-    online.observe_load("host", 1.0, 0.0, 4.0)
+    online.observe_tier("host", 1.0, 4.0)
     online.set_tier("ssd", TierCost(10.0, 0.5), through="host")
     # Its own observations will tell.
     assert online.current().tiers["ssd"] == TierCost(11.0, 2.0)
@@ -200,42 +201,27 @@ def test_a_tier_cannot_pass_through_one_without_costs() -> None:
     assert online.current() == START
 
 
-def test_copies_and_decoding_are_told_apart_by_loads_that_have_more_of_one() -> None:
-    """Decoding takes 2.5 times as long as measured, beside a forward say, and the tier what it should."""
-    online, true_scale = OnlineCosts(START, half_life=4), 2.5
-    for number in range(200):
-        copy_s = (4.0, 0.5, 1.0)[number % 3] * online.current().tiers["host"].byte_s
-        decode_s = (0.0, 1.0, 1.0)[number % 3] * online.current().decode_scale
-        true_s = (4.0, 0.5, 1.0)[number % 3] * START.tiers["host"].byte_s + bool(number % 3) * true_scale
-        online.observe_load("host", copy_s, decode_s, true_s)
-    assert online.current().decode_scale == pytest.approx(true_scale, rel=0.02)
-    assert online.current().tiers["host"].byte_s == pytest.approx(START.tiers["host"].byte_s, rel=0.02)
-    assert online.current().tiers["disk"] == START.tiers["disk"]
-
-
-@pytest.mark.parametrize("copied_share", [0.0, 0.1, 0.5, 0.9])
-def test_a_load_of_any_kind_is_predicted_right_after_some_like_it(copied_share: float) -> None:
-    online, errors = OnlineCosts(START), []
+def test_decoding_is_predicted_right_after_some_loads_and_corrects_nothing_else() -> None:
+    """Beside a forward it takes three times as long as it was measured to take."""
+    online, problem = OnlineCosts(START), make_problem(stored_run(0, 64, [1.0, 1.0]))
+    run = replace(problem.runs[0], decode=(DecodeCost(2.0, 1.0), DecodeCost(2.0, 1.0)))
+    true_s, errors = 3.0 * 2 * (2 + 64), []
     for _ in range(40):
-        current = online.current()
-        copy_s = copied_share * current.tiers["host"].byte_s / START.tiers["host"].byte_s
-        decode_s = (1 - copied_share) * current.decode_scale
-        errors.append(abs(3.0 / (copy_s + decode_s) - 1))
-        online.observe_load("host", copy_s, decode_s, 3.0)
+        costs = replace(online.current(), tiers=problem.costs.tiers)
+        timing = RestoreTiming(replace(problem, runs=(run,), costs=costs))
+        _, load_s, decode_s = timing.work_s([0, 0])
+        assert load_s == pytest.approx(2 * 64 + decode_s)
+        errors.append(abs(true_s / decode_s - 1))
+        online.observe_decoding(decode_s, true_s)
     assert errors[0] == pytest.approx(2.0)
     # The half-life is eight observations.
     assert max(errors[24:]) < 0.15
-
-
-def test_a_load_of_nothing_teaches_nothing() -> None:
-    online = OnlineCosts(START)
-    online.observe_load("host", 0.0, 0.0, 1.0)
-    assert online.current() == START
+    assert replace(online.current(), decode_scale=1.0) == START
 
 
 def test_unknown_tiers_and_half_lives_are_refused() -> None:
     with pytest.raises(RestoreError, match="'tape' has no costs"):
-        OnlineCosts(START).observe_load("tape", 1.0, 0.0, 1.0)
+        OnlineCosts(START).observe_tier("tape", 1.0, 1.0)
     with pytest.raises(RestoreError, match="half-life of 0"):
         OnlineCosts(START, half_life=0)
 

@@ -124,7 +124,7 @@ def test_costs_that_were_learned_change_the_next_plan() -> None:
     planning = planning_of(LocalSearchPlanner(), costs=costs_of(1.0, 0.9 / TOKEN_BYTES))
     first = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4)
     for _ in range(50):
-        planning.costs.observe_load(DRAM_TIER, 1.0, 0.0, 4.0)
+        planning.costs.observe_tier(DRAM_TIER, 1.0, 4.0)
     later = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4)
     assert first is not None
     assert later is None or sum(later.plan.head_ends) > sum(first.plan.head_ends)

@@ -24,7 +24,6 @@ class RecordingCosts:
 
     def __init__(self) -> None:
         self.observed: list[tuple[str, float, float]] = []
-        self.decoded_s: list[float] = []
 
     def observe_head(self, predicted_s: float, measured_s: float) -> None:
         self.observed.append(("head", predicted_s, round(measured_s, 6)))
@@ -39,9 +38,12 @@ class RecordingCosts:
         own = ComputeCost(launch_s=1.0, token_s=0.1, context_s=0.01)
         return RestoreCosts(head=own, own=own, tiers={DRAM_TIER: TierCost(0.0, 0.0)})
 
-    def observe_load(self, tier: str, copy_s: float, decode_s: float, measured_s: float) -> None:
-        self.observed.append((tier, copy_s, round(measured_s, 6)))
-        self.decoded_s.append(decode_s)
+    def observe_tier(self, tier: str, predicted_s: float, measured_s: float) -> None:
+        self.observed.append((tier, predicted_s, round(measured_s, 6)))
+
+    def observe_decoding(self, predicted_s: float, measured_s: float) -> None:
+        if predicted_s:
+            self.observed.append(("decoding", predicted_s, round(measured_s, 6)))
 
 
 class ScriptedClock:
@@ -87,10 +89,21 @@ def lie_in(trace: RestoreTrace, *tiers: str) -> None:
 
 def test_costs_learn_the_work_of_each_stream_without_its_waits() -> None:
     log, costs = make_log()
-    log.add(make_trace(Forecast(1.0, 2.0, 0.0), Forecast(0.5, 0.75, 0.0, decode_s=0.5)))
+    log.add(make_trace(Forecast(1.0, 2.0, 0.0), Forecast(0.5, 0.25, 0.0)))
     log.settle()
     assert costs.observed == [("head", 1.5, 4.0), (DRAM_TIER, 2.25, 5.0)]
-    assert costs.decoded_s == [0.5]
+
+
+def test_decoding_is_learned_apart_from_the_copies_of_its_load() -> None:
+    """Where it takes most of a load, nothing is said of the tier: on a GPU copies are a part of it."""
+    log, costs = make_log()
+    for decode_s in (1.0, 1.5):
+        trace = make_trace(Forecast(0.0, 2.0, 0.0, decode_s))
+        trace.batch.decode_times += [layer_times(0.5, 1.0), layer_times(3.0, 4.0)]
+        trace.is_mixed = True
+        log.add(trace)
+        log.settle()
+    assert costs.observed == [("decoding", 1.0, 1.5), (DRAM_TIER, 1.0, 3.5), ("decoding", 1.5, 1.5)]
 
 
 def test_a_request_that_came_alone_tells_what_a_restore_takes_beyond_its_plan() -> None:

@@ -150,26 +150,17 @@ class OnlineCosts:
         with self._lock:
             self._own_log = self._moved(self._own_log, predicted_s, measured_s)
 
-    def observe_load(self, tier: str, copy_s: float, decode_s: float, measured_s: float) -> None:
-        """The same of loads from ``tier``, of which copying and decoding were predicted apart.
+    def observe_decoding(self, predicted_s: float, measured_s: float) -> None:
+        """The same of decoding what was loaded."""
+        with self._lock:
+            self._decode_log = self._moved(self._decode_log, predicted_s, measured_s)
 
-        Only both together are measured. Each factor moves by its share in the prediction, and so that the sum
-        comes as much nearer as if there were one factor.
-
-        Raises:
-            RestoreError: a tier without costs.
-        """
-        predicted_s = copy_s + decode_s
+    def observe_tier(self, tier: str, predicted_s: float, measured_s: float) -> None:
+        """The same of copies from ``tier``. Raises RestoreError for a tier without costs."""
         with self._lock:
             if tier not in self._tier_logs:
                 raise RestoreError(f"tier {tier!r} has no costs (known: {', '.join(self._tier_logs)})")
-            if not predicted_s > 0:
-                return
-            shares = copy_s / predicted_s, decode_s / predicted_s
-            whole = sum(share * share for share in shares)
-            of_tier, of_decoding = (share / whole for share in shares)
-            self._tier_logs[tier] = self._moved(self._tier_logs[tier], predicted_s, measured_s, of_tier)
-            self._decode_log = self._moved(self._decode_log, predicted_s, measured_s, of_decoding)
+            self._tier_logs[tier] = self._moved(self._tier_logs[tier], predicted_s, measured_s)
 
     def set_tier(self, tier: str, cost: TierCost, *, through: str) -> None:
         """State what reading ``tier`` costs now, whose blocks pass ``through`` another tier on their way.
@@ -224,12 +215,12 @@ class OnlineCosts:
             tiers[name] = replace(cost, latency_s=scale * cost.latency_s, byte_s=scale * cost.byte_s)
         return tiers
 
-    def _moved(self, log_scale: float, predicted_s: float, measured_s: float, share: float = 1.0) -> float:
+    def _moved(self, log_scale: float, predicted_s: float, measured_s: float) -> float:
         if not (0 < predicted_s < math.inf and 0 < measured_s < math.inf):
             return log_scale
         surprise = math.log(measured_s) - math.log(predicted_s)
         limit, bound = math.log(MAX_OBSERVED_RATIO), math.log(MAX_SCALE)
-        moved = log_scale + self._gain * share * min(max(surprise, -limit), limit)
+        moved = log_scale + self._gain * min(max(surprise, -limit), limit)
         return min(max(moved, -bound), bound)
 
 

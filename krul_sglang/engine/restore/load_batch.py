@@ -147,6 +147,7 @@ class LoadBatch:
         self.loads = loads
         self.clock = StreamClock(device)
         self.load_times: list[LayerTimes] = []
+        self.decode_times: list[LayerTimes] = []
         self.wait_times: dict[int, LayerTimes] = {}
         self.num_layers = num_layers
         self.lands_whole = lands_whole
@@ -184,6 +185,14 @@ class LoadBatch:
         with self._pool_lock:
             self._write_stream = self._device.current_stream()
             yield not self._is_abandoned
+
+    @contextmanager
+    def decoding(self, is_decoding: bool) -> Iterator[None]:
+        """Held while the loader decodes, if it does: what that takes is told apart from copying."""
+        begin = self.clock.mark() if is_decoding else None
+        yield
+        if begin is not None:
+            self.decode_times.append(LayerTimes(begin, self.clock.mark()))
 
     def landed(self, times: LayerTimes) -> None:
         """The next layer is in the pool, or, on a GPU, its copies are queued on the current stream."""

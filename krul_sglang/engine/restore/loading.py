@@ -263,7 +263,7 @@ class LayerWiseLoader:
                 before_layer(layer)
                 if layer == 0:
                     if not all(event.query() for event in free):
-                        self._stage(chain.from_iterable(groups), parts, checks)
+                        self._stage(batch, chain.from_iterable(groups), parts, checks)
                     for event in free:
                         self._device.wait_for(event)
                 is_loaded = self._load_layer(batch, groups.popleft(), parts, checks)
@@ -314,19 +314,22 @@ class LayerWiseLoader:
             for reader, source in zip(load.readers, fetched, strict=True):
                 reader.take_blocks_of(source)
 
-    def _stage(self, groups: Iterable[TailGroup], parts: Sequence[Part], checks: BlockChecks) -> None:
+    def _stage(
+        self, batch: LoadBatch, groups: Iterable[TailGroup], parts: Sequence[Part], checks: BlockChecks
+    ) -> None:
         """Upload what has been checked, as far as it may lie on the device before it is written."""
         num_bytes = 0
         for group in groups:
             num_bytes += sum(block.num_bytes for block in group.blocks)
             if num_bytes > MAX_STAGED_BYTES or not checks.are_done(group.blocks):
                 return
-            self._fetch(group, parts)
+            self._fetch(batch, group, parts)
 
-    def _fetch(self, group: TailGroup, parts: Sequence[Part]) -> None:
+    def _fetch(self, batch: LoadBatch, group: TailGroup, parts: Sequence[Part]) -> None:
         """Copy a group to the device. A block that several layers need passes the link once."""
         num_before = _num_read(parts)
-        group.fetch(self._device)
+        with batch.decoding(group.decodes_early):
+            group.fetch(self._device)
         if self._link is not None:
             self._link.carry(_num_read(parts) - num_before)
 
@@ -336,8 +339,8 @@ class LayerWiseLoader:
         """Group after group, so that the device never holds the blocks of several; False if given up."""
         for group in groups:
             checks.wait(group.blocks)
-            self._fetch(group, parts)
-            with batch.writing() as is_wanted:
+            self._fetch(batch, group, parts)
+            with batch.writing() as is_wanted, batch.decoding(group.is_decoded):
                 if not is_wanted:
                     return False
                 group.restore(self._pool)

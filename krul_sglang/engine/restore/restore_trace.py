@@ -156,8 +156,12 @@ class TraceLog:
         decode_s = sum(load.forecast.decode_s for load in loads)
         tiers = {reader.source.tier for load in loads for reader in load.readers} - {DRAM_TIER}
         if load_s > 0 and (parts := trace.loads()) and len(tiers) <= 1:
-            tier = next(iter(tiers), DRAM_TIER)
-            self._costs.observe_load(tier, load_s - decode_s, decode_s, _total_s(parts))
+            decoded_s = _total_s(_parts(enumerate(trace.batch.decode_times)))
+            self._costs.observe_decoding(decode_s, decoded_s)
+            # Blocks that are decoded may come to the device as a part of that.
+            if load_s >= 2 * decode_s:
+                tier = next(iter(tiers), DRAM_TIER)
+                self._costs.observe_tier(tier, load_s - decode_s, _total_s(parts) - decoded_s)
         # Plans are made as if each request came alone.
         if len(loads) == 1 and not trace.is_mixed and not tiers:
             assert trace.end is not None
