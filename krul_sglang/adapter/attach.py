@@ -120,7 +120,7 @@ def attach_restore(
             measure = partial(calibration.group_cost, subspace, costs.tiers[DRAM_TIER])
             if costs.serial_tiers:
                 decode_costs.serial = DecodeCosts(
-                    decode_costs.single_s, decode_costs.pair_s, measure(has_all_cores=True)
+                    decode_costs.single, decode_costs.pair, measure(has_all_cores=True)
                 )
             decode_costs.group = measure()
         linker.codec.bases.add(subspace, is_older=is_older)

@@ -19,7 +19,7 @@ from krul_backend.codec.unit_restore import NativeTail, NativeTails, restore_lay
 from krul_backend.codec.units import UnitDecoder, UnitPlan
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import fit_compute, fit_tier
-from krul_backend.planner.interface import ComputeCost, DecodeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import NO_DECODING, ComputeCost, DecodeCost, RestoreCosts, TierCost
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.head_recompute import HeadRecompute
@@ -182,9 +182,10 @@ class CostCalibration:
         return float(blocks[0].nbytes), seconds / num_blocks
 
     @property
-    def _num_decoded(self) -> int:
+    def _decoded_lengths(self) -> tuple[int, int]:
         wanted = _DECODED_TOKENS if self._pool.streams.shares_cores else _DECODED_ON_ACCELERATOR
-        return min(wanted, self._pool.num_tokens // 2)
+        num_tokens = min(wanted, self._pool.num_tokens // 2)
+        return num_tokens // _SHORT_SHARE, num_tokens
 
     def decode_costs(
         self,
@@ -192,17 +193,20 @@ class CostCalibration:
         units: Iterable[CodedUnit],
         tier: TierCost,
     ) -> DecodeCosts:
-        """Seconds per token and layer beyond the copy: of layers alone and in pairs, by precision."""
-        single_s = {Precision.NATIVE: 0.0}
-        pair_s: dict[Precision, float] = {}
-        num_tokens = self._num_decoded
+        """What a layer costs beyond the copy, alone and in a pair, by precision: of each segment, since they
+        are decoded one by one."""
+        single = {Precision.NATIVE: NO_DECODING}
+        pair: dict[Precision, DecodeCost] = {}
         for unit, precision in units:
             if len(unit) == 1 and precision is Precision.NATIVE:
                 continue  # the tier's cost is that of native blocks, until they are in the pool
-            num_bytes, seconds = self._restore_s(codec, unit, precision, num_tokens)
-            beyond_s = max(0.0, seconds - tier.load_s(num_bytes)) / num_tokens
-            (single_s if len(unit) == 1 else pair_s)[precision] = beyond_s
-        return DecodeCosts(single_s, pair_s)
+            samples = []
+            for num_tokens in self._decoded_lengths:
+                num_bytes, seconds = self._restore_s(codec, unit, precision, num_tokens)
+                samples.append((num_tokens, max(_LEAST_S, seconds - tier.load_s(num_bytes))))
+            fitted = fit_tier(samples)
+            (single if len(unit) == 1 else pair)[precision] = DecodeCost(0.0, fitted.byte_s, fitted.latency_s)
+        return DecodeCosts(single, pair)
 
     def group_cost(
         self, subspace: SubspaceCodec, tier: TierCost, *, has_all_cores: bool = False
@@ -211,10 +215,10 @@ class CostCalibration:
         were learned from. A CPU does it on the core that a load has beside a forward, or on all of them."""
         samples = []
         with nullcontext() if has_all_cores else self._pool.streams.as_bound_thread():
-            for num_tokens in (self._num_decoded // _SHORT_SHARE, self._num_decoded):
+            for num_tokens in self._decoded_lengths:
                 sizes, seconds = self._restore_groups_s(subspace, num_tokens)
                 beyond_s = seconds - sum(map(tier.load_s, sizes))
-                samples.append((float(num_tokens), max(_LEAST_S, beyond_s) / self._pool.num_layers))
+                samples.append((num_tokens, max(_LEAST_S, beyond_s) / self._pool.num_layers))
         fitted = fit_tier(samples)
         return DecodeCost(fitted.latency_s, fitted.byte_s)
 

@@ -86,7 +86,7 @@ def stored_runs(draw: st.DrawFn, first: int, end: int, page_size: int, num_layer
     )
     return replace(
         run,
-        decode=tuple(map(DecodeCost, *(draw(_per_layer(num_layers, [0.0, each])) for each in (2.0, 0.3)))),
+        decode=tuple(map(DecodeCost, *(draw(_per_layer(num_layers, [0.0, s])) for s in (2.0, 0.3, 0.7)))),
         stored_from=tuple(first + page_size * num_pages for num_pages in left_out),
     )
 

@@ -15,7 +15,7 @@ from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.restore import GroupRestore
 from krul_backend.device import Device
-from krul_backend.planner.interface import DecodeCost, TierCost
+from krul_backend.planner.interface import NO_DECODING, DecodeCost, TierCost
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.adapter import cost_calibration
 from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
@@ -141,14 +141,28 @@ def test_decoding_is_measured_for_every_unit_in_use() -> None:
     codec = ModelCodecs(SHAPE, NUM_LAYERS, None)
     units = units_in_use("krul", Precision.INT4, NUM_LAYERS)
     costs = engine.calibration().decode_costs(codec, units, TierCost(0.0, 0.0))
-    assert set(costs.single_s) == {Precision.NATIVE, Precision.INT4}
-    assert set(costs.pair_s) == {Precision.INT4}
+    assert set(costs.single) == {Precision.NATIVE, Precision.INT4}
+    assert set(costs.pair) == {Precision.INT4}
     # With copies that cost nothing all the time is decoding; with infinitely slow ones nothing is.
     # What native blocks take is the tier's cost.
-    assert costs.single_s[Precision.NATIVE] == 0
-    assert min(costs.single_s[Precision.INT4], costs.pair_s[Precision.INT4]) > 0
+    assert costs.single[Precision.NATIVE] == NO_DECODING
+    for cost in (costs.single[Precision.INT4], costs.pair[Precision.INT4]):
+        assert cost.latency_s == 0
+        assert 256 * cost.token_s + cost.segment_s > 1e-6
     hidden = engine.calibration().decode_costs(codec, units, TierCost(1e9, 0.0))
-    assert {*hidden.single_s.values(), *hidden.pair_s.values()} == {0.0}
+    for cost in (*hidden.single.values(), *hidden.pair.values()):
+        assert 256 * cost.token_s + cost.segment_s < 1e-8
+
+
+def test_segments_that_are_decoded_one_by_one_cost_something_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which a segment takes 1 s, a token 0.1 s, and its two copies 1 s each."""
+    calibration = FakeEngine(1e-6).calibration()
+    monkeypatch.setattr(
+        calibration, "_restore_s", lambda *given: (2.0, 2.0 + 1.0 + 0.1 * given[-1]), raising=True
+    )
+    codec = ModelCodecs(SHAPE, NUM_LAYERS, None)
+    costs = calibration.decode_costs(codec, [((0, 1), Precision.INT4)], TierCost(0.0, 1.0))
+    assert costs.pair[Precision.INT4] == DecodeCost(0.0, pytest.approx(0.1), pytest.approx(1.0))
 
 
 def test_units_in_use_follow_the_strategy() -> None:
@@ -196,7 +210,7 @@ def test_groups_are_measured_as_they_are_restored(
     for now, old in zip(engine.pool.copy(), before, strict=True):
         assert torch.equal(now.k, old.k)
         assert torch.equal(now.v, old.v)
-    assert cost.of_layers(NUM_LAYERS) == DecodeCost(pytest.approx(1.0), pytest.approx(0.1))
+    assert cost.times(NUM_LAYERS) == DecodeCost(pytest.approx(1.0), pytest.approx(0.1))
 
 
 def test_loads_are_measured_as_restores_copy() -> None:

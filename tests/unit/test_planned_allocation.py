@@ -49,8 +49,12 @@ class Planned(TurnEncoding):
         raise AssertionError("an allocation needs no encoded block")
 
 
+def token(token_s: float) -> DecodeCost:
+    return DecodeCost(0.0, token_s)
+
+
 def each_token(*seconds: float) -> tuple[DecodeCost, ...]:
-    return tuple(DecodeCost(0.0, token_s) for token_s in seconds)
+    return tuple(map(token, seconds))
 
 
 def allocation_of(
@@ -88,7 +92,7 @@ def test_an_allocation_plans_the_return_of_the_whole_conversation(
     decode: tuple[DecodeCost, ...],
 ) -> None:
     planner = HeadsPlanner(lambda problem: (16, 8, 8, 0))
-    decode_costs = DecodeCosts({}, {Precision.INT4: 0.5}, DecodeCost(1.0, 0.25))
+    decode_costs = DecodeCosts({}, {Precision.INT4: token(0.5)}, DecodeCost(1.0, 0.25))
     heads = allocation_of(planner, decode_costs=decode_costs).head_ends(
         40, Planned(stored_as, layer_token_bytes, last_use)
     )
@@ -138,29 +142,37 @@ def test_what_an_allocation_leaves_out_can_be_restored_within_the_limit() -> Non
 
 
 def test_decoding_costs_follow_the_precision_and_the_pairs() -> None:
-    costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0}, {Precision.INT8: 7.0})
+    costs = DecodeCosts(
+        {Precision.NATIVE: token(0.0), Precision.INT8: token(2.0)}, {Precision.INT8: token(7.0)}
+    )
     strategy = Strategy.from_pairs(4, [(1, 2)], Precision.INT8)
     assert strategy.decode_costs(costs) == each_token(2.0, 7.0, 7.0, 2.0)
     assert Strategy.from_pairs(4).decode_costs(costs) == (NO_DECODING,) * 4
 
 
 def test_what_was_not_measured_costs_as_much_as_the_slowest() -> None:
-    costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0, Precision.INT4: 3.0}, {})
+    costs = DecodeCosts(
+        {Precision.NATIVE: token(0.0), Precision.INT8: token(2.0), Precision.INT4: token(3.0)}, {}
+    )
     assert Strategy.from_pairs(2, [], Precision.INT2).decode_costs(costs) == each_token(3.0, 3.0)
 
 
 def test_a_pair_that_was_not_measured_costs_more_than_its_layers() -> None:
-    costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0}, {Precision.NATIVE: 1.0})
+    costs = DecodeCosts(
+        {Precision.NATIVE: token(0.0), Precision.INT8: token(2.0)}, {Precision.NATIVE: token(1.0)}
+    )
     pair = Strategy.from_pairs(2, [(0, 1)], Precision.INT8)
     assert pair.decode_costs(costs) == each_token(2 * PAIR_FACTOR, 2 * PAIR_FACTOR)
+    slow = DecodeCosts({Precision.INT8: DecodeCost(1.0, 2.0, 3.0)}, {})
+    assert pair.decode_costs(slow)[0] == DecodeCost(PAIR_FACTOR, 2 * PAIR_FACTOR, 3 * PAIR_FACTOR)
     # Measured as nothing is measured.
-    free = DecodeCosts({Precision.INT8: 2.0}, {Precision.INT8: 0.0})
+    free = DecodeCosts({Precision.INT8: token(2.0)}, {Precision.INT8: token(0.0)})
     assert pair.decode_costs(free) == (NO_DECODING,) * 2
 
 
 def test_the_last_layer_of_a_group_pays_for_all_of_them() -> None:
     """A group is decoded at once, from the shortest head on, which is that of its last layer."""
-    costs = DecodeCosts({Precision.NATIVE: 9.0}, {}, DecodeCost(0.5, 2.0))
+    costs = DecodeCosts({Precision.NATIVE: token(9.0)}, {}, DecodeCost(0.5, 2.0))
     first, second, third = (DecodeCost(0.5 * num_layers, 2.0 * num_layers) for num_layers in (3, 1, 2))
     none = NO_DECODING
     assert LayerGroups((3, 4, 6)).decode_costs(costs) == (none, none, first, second, none, third)

@@ -24,7 +24,8 @@ def naive_load_s(problem: RestoreProblem, head_ends: list[int], layer: int) -> f
         num_bytes = copied * run.layer_token_bytes[layer]
         if num_bytes > 0:
             seconds += tier.latency_s + tier.byte_s * num_bytes
-        decoded_s = sum(run.decode[layer].token_s for token in tokens if token >= head_ends[layer])
+        cost, num_decoded = run.decode[layer], sum(token >= head_ends[layer] for token in tokens)
+        decoded_s = cost.token_s * num_decoded + cost.segment_s * (num_decoded > 0)
         seconds += problem.costs.decode_scale * decoded_s
     latencies_s = [(run.end_token, run.decode[layer].latency_s) for run in problem.runs]
     end, latency_s = max(((end, each_s) for end, each_s in latencies_s if each_s), default=(0, 0.0))
@@ -115,6 +116,9 @@ def test_segments_that_are_decoded_together_pay_once_and_take_as_much_longer_as_
         assert simulate(problem, [head_end]).load_s == seconds
         assert simulate(slower, [head_end]).load_s == 2 * seconds
         assert RestoreTiming(slower).work_s([head_end]) == (head_end, 2 * seconds, 2 * seconds)
+    each = [replace(run, decode=(replace(run.decode[0], segment_s=3.0),)) for run in runs]
+    for head_end, seconds in ((0, 5 + 80 + 9), (6, 5 + 20 + 6), (8, 3), (12, 0)):
+        assert simulate(make_problem(*each), [head_end]).load_s == seconds
 
 
 def test_each_run_is_a_copy_from_its_own_tier() -> None:

@@ -40,7 +40,7 @@ from tests.support.segment_builders import (
 
 def test_a_problem_says_what_is_stored_and_where() -> None:
     planner = HeadsPlanner(no_heads)
-    decode_costs = DecodeCosts({Precision.NATIVE: 0.25}, {Precision.NATIVE: 0.5})
+    decode_costs = DecodeCosts({}, {Precision.NATIVE: DecodeCost(0.0, 0.5)})
     planning = planning_of(planner, decode_costs=decode_costs, max_head_tokens=30)
     slices = leased(planning, "slerp", num_tokens=40)
     assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=7) is not None

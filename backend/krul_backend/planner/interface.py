@@ -43,15 +43,15 @@ class TierCost:
 
 @dataclass(frozen=True)
 class DecodeCost:
-    """Seconds to decode ``n > 0`` tokens of one layer: ``latency_s + token_s * n``. The segments of a restore
-    are decoded together: the latency is paid once for all of them."""
+    """Seconds to decode a layer: ``token_s`` for each token, ``segment_s`` for each segment with any, and
+    ``latency_s`` once for all segments of a restore."""
 
     latency_s: float
     token_s: float
+    segment_s: float = 0.0
 
-    def of_layers(self, num_layers: int) -> DecodeCost:
-        """What so many layers cost."""
-        return DecodeCost(num_layers * self.latency_s, num_layers * self.token_s)
+    def times(self, factor: float) -> DecodeCost:
+        return DecodeCost(factor * self.latency_s, factor * self.token_s, factor * self.segment_s)
 
 
 NO_DECODING = DecodeCost(0.0, 0.0)

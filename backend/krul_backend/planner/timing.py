@@ -100,11 +100,14 @@ class RestoreTiming:
         copy_s: Floats = np.where(is_copied, latency_s[:, None], 0.0)  # [R, L]
         token_s: Floats = self.token_bytes * byte_s[:, None]  # [R, L]
         scale = problem.costs.decode_scale
-        # [R, L] each; the last segment that is decoded pays what is paid once.
-        once_s = scale * _floats([tuple(cost.latency_s for cost in run.decode) for run in runs], shape)
+        once_s, segment_s, decode_s = (
+            scale * _floats([tuple(getattr(cost, name) for cost in run.decode) for run in runs], shape)
+            for name in ("latency_s", "segment_s", "token_s")
+        )
+        # The last segment that is decoded pays what is paid once.
         is_last = (once_s[::-1] > 0).cumsum(axis=0)[::-1] == 1
-        self._decode_once_s = np.where(is_last, once_s, 0.0)
-        self._decode_s = scale * _floats([tuple(cost.token_s for cost in run.decode) for run in runs], shape)
+        self._decode_run_s: Floats = segment_s + np.where(is_last, once_s, 0.0)  # [R, L]
+        self._decode_token_s: Floats = decode_s  # [R, L]
         self.load_parts = tuple(self._load_parts(copy_s, token_s))
 
         page = problem.page_size
@@ -172,7 +175,7 @@ class RestoreTiming:
         ends = np.array([head_ends], np.int64)
         # [R, L]: tokens that are decoded
         tokens = (self.end[:, None] - np.maximum(ends, self.first[:, None])).clip(0)
-        decode_s = self._decode_s * tokens + np.where(tokens > 0, self._decode_once_s, 0.0)
+        decode_s = self._decode_token_s * tokens + np.where(tokens > 0, self._decode_run_s, 0.0)
         return float(self.head_s(ends).sum()), float(self.load_layer_s(ends).sum()), float(decode_s.sum())
 
     def _load_parts(self, copy_s: Floats, token_s: Floats) -> Iterator[LoadPart]:
@@ -184,8 +187,8 @@ class RestoreTiming:
             part_token_s = np.where(is_in_part, token_s, 0.0)
             part_copy_s = np.where(is_in_part, copy_s, 0.0)
             if pattern == own:
-                part_token_s += self._decode_s
-                part_copy_s += self._decode_once_s
+                part_token_s += self._decode_token_s
+                part_copy_s += self._decode_run_s
             if part_token_s.any() or part_copy_s.any():
                 yield LoadPart(pattern, self.first, self.end, part_copy_s, part_token_s)
 

@@ -47,11 +47,11 @@ class LayerCosts(Protocol):
     def of(self, *, is_serial: bool) -> LayerCosts:
         """Those of a restore whose forward waits for all of it, or of one that loads beside a forward."""
 
-    def layer_s(self, precision: Precision) -> float:
-        """Seconds per token of a layer on its own."""
+    def layer(self, precision: Precision) -> DecodeCost:
+        """Of a layer on its own."""
 
-    def paired_layer_s(self, precision: Precision) -> float:
-        """Seconds per token of a layer in a pair."""
+    def paired_layer(self, precision: Precision) -> DecodeCost:
+        """Of a layer in a pair."""
 
     def grouped_layer(self) -> DecodeCost:
         """Of a layer in a group that shares a subspace."""
@@ -143,11 +143,10 @@ class Strategy(StoredAs):
         return tuple(layer != LayerStrategy() for layer in self.layers)
 
     def decode_costs(self, costs: LayerCosts) -> tuple[DecodeCost, ...]:
-        tokens_s = (
-            costs.layer_s(layer.precision) if layer.partner is None else costs.paired_layer_s(layer.precision)
+        return tuple(
+            costs.layer(layer.precision) if layer.partner is None else costs.paired_layer(layer.precision)
             for layer in self.layers
         )
-        return tuple(DecodeCost(0.0, token_s) for token_s in tokens_s)
 
     @classmethod
     def from_pairs(
@@ -231,7 +230,7 @@ class LayerGroups(StoredAs):
         shortest. So that one is charged for all of them."""
         of_layer = costs.grouped_layer()
         return tuple(
-            of_layer.of_layers(len(group)) if layer == group[-1] else NO_DECODING
+            of_layer.times(len(group)) if layer == group[-1] else NO_DECODING
             for group in self.groups
             for layer in group
         )

@@ -46,33 +46,34 @@ PAIR_FACTOR = 2.0
 class DecodeCosts(LayerCosts):
     """Tells what decoding costs, beyond what copying the bytes costs.
 
-    Seconds per token and layer: ``single_s`` of layers on their own, by precision; ``pair_s`` of layers in a
-    pair. ``group``: of a layer in a group that shares a subspace, None if it was not measured, which counts
-    as nothing. A precision that was not measured takes the cost of one that was. ``serial``: of loads that
-    the forward waits for, whose decoders have all cores; None if these cost the same.
+    ``single``: of a layer on its own, by precision; ``pair``: of a layer in a pair. ``group``: of a layer in
+    a group that shares a subspace, None if it was not measured, which counts as nothing. A precision that was
+    not measured takes the cost of one that was. ``serial``: of loads that the forward waits for, whose
+    decoders have all cores; None if these cost the same.
     """
 
     def __init__(
         self,
-        single_s: Mapping[Precision, float],
-        pair_s: Mapping[Precision, float],
+        single: Mapping[Precision, DecodeCost],
+        pair: Mapping[Precision, DecodeCost],
         group: DecodeCost | None = None,
         serial: DecodeCosts | None = None,
     ) -> None:
-        self.single_s = dict(single_s)
-        self.pair_s = dict(pair_s)
+        self.single = dict(single)
+        self.pair = dict(pair)
         self.group = group
         self.serial = serial
 
     def of(self, *, is_serial: bool) -> DecodeCosts:
         return self.serial if is_serial and self.serial is not None else self
 
-    def layer_s(self, precision: Precision) -> float:
-        return self.single_s.get(precision, max(self.single_s.values(), default=0.0))
+    def layer(self, precision: Precision) -> DecodeCost:
+        slowest = max(self.single.values(), key=lambda cost: cost.token_s, default=NO_DECODING)
+        return self.single.get(precision, slowest)
 
-    def paired_layer_s(self, precision: Precision) -> float:
-        measured = self.pair_s.get(precision)
-        return PAIR_FACTOR * self.layer_s(precision) if measured is None else measured
+    def paired_layer(self, precision: Precision) -> DecodeCost:
+        measured = self.pair.get(precision)
+        return self.layer(precision).times(PAIR_FACTOR) if measured is None else measured
 
     def grouped_layer(self) -> DecodeCost:
         return self.group or NO_DECODING
