@@ -2,14 +2,17 @@
 
 Each method has a server of its own, which is asked the same turns: prompts of several lengths, each of which
 returns after it has left the device, and two that return together. They come back from host memory through a
-link that is slowed down (``dram:MBS``), or from an SSD that is (``ssd:MBS``). After each answer a server ends
-what it stores, so that nothing but the restore is measured.
+link that is slowed down (``dram:MBS``), or from an SSD that is (``ssd:MBS``). ``dram:x0.5`` is a link on
+which loading a prompt takes half as long as computing it here; ``simulate.hardware.load_ratio`` says which
+machine has which ratio. After each answer a server ends what it stores, so that nothing but the restore is
+measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import shutil
 import statistics
 import sys
@@ -27,7 +30,7 @@ from benchmarks import runner
 from benchmarks.runner import Result, failures_kept, names, numbers
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.conversations import generated_conversation
-from benchmarks.serving.servers import Server, make_server
+from benchmarks.serving.servers import Server, kv_token_bytes, make_server
 from benchmarks.tables import Columns, Row, cell, machine, model, ms, source, table_of
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.attach import COSTS_FILE
@@ -56,24 +59,39 @@ METHODS: dict[str, dict[str, Any]] = {
 linear heads, and what is planned has heads of searched lengths."""
 
 _SSD_BYTES = "8GiB"
+_ANY_MBS = 1000.0
+"""Of the link of a server that loads nothing."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where prefixes come back from, and at how many 1e6 bytes per second."""
+    """Where prefixes come back from, and at how many 1e6 bytes per second.
+
+    ``ratio``: how many times as long loading takes as computing, if that was asked for; then ``mbs`` is 0
+    until computing has been measured.
+    """
 
     tier: str
     mbs: float
+    ratio: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        tier, _, mbs = text.partition(":")
+        tier, _, rate = text.partition(":")
         if tier not in (DRAM_TIER, "ssd"):
-            raise ServingBenchmarkError(f"--settings: no tier {tier!r}; accepted are dram:MBS and ssd:MBS")
+            raise ServingBenchmarkError(f"--settings: no tier {tier!r}; accepted are dram and ssd")
+        is_ratio = rate.startswith("x")
         try:
-            return cls(tier, float(mbs))
+            number = float(rate.removeprefix("x"))
         except ValueError:
-            raise ServingBenchmarkError(f"--settings: {text!r} has no number of MB per second") from None
+            number = 0.0
+        if not 0 < number < math.inf:
+            raise ServingBenchmarkError(f"--settings: {text!r} has no MB per second, and no ratio (x0.5)")
+        return cls(tier, 0.0, number) if is_ratio else cls(tier, number)
+
+    def at(self, computed_mbs: float) -> Setting:
+        """With its rate, on a machine that computes so many 1e6 bytes of KV per second."""
+        return self if self.ratio is None else replace(self, mbs=round(computed_mbs / self.ratio, 1))
 
 
 @dataclass(frozen=True)
@@ -123,23 +141,44 @@ def run(
         context_length=context_length,
     )
     result: dict[str, Any] = {
-        "configuration": {**base.to_json(), "settings": [asdict(each) for each in settings]},
+        "configuration": {**base.to_json(), "settings": []},
         "rows": [],
         "restore": None,
     }
+
+    def measure(setting: Setting, names: Sequence[str]) -> dict[str, list[Returned]]:
+        returned: dict[str, list[Returned]] = {}
+        with tempfile.TemporaryDirectory(prefix="krul-overlap-") as name:
+            for method in names:
+                logger.info("%s at %g MB/s: %s", setting.tier, setting.mbs, method)
+                server = _make(method, setting, base, pools, Path(name))
+                returned[method] = list(_play(server, setting, groups, [*lengths, pair_tokens], base))
+        return returned
+
     with failures_kept(result):
-        for setting in settings:
-            returned: dict[str, list[Returned]] = {}
-            with tempfile.TemporaryDirectory(prefix="krul-overlap-") as name:
-                for method in methods:
-                    logger.info("%s at %g MB/s: %s", setting.tier, setting.mbs, method)
-                    server = _make(method, setting, base, pools, Path(name))
-                    returned[method] = list(_play(server, setting, groups, [*lengths, pair_tokens], base))
+        computed: dict[str, list[Returned]] = {}
+        if any(setting.ratio is not None for setting in settings):
+            # It reads nothing of any tier, so that one measurement serves all ratios.
+            computed = measure(Setting(DRAM_TIER, _ANY_MBS), ["recompute"])
+        for asked in settings:
+            if asked.ratio is None:
+                setting, returned = asked, measure(asked, methods)
+            else:
+                setting = asked.at(_computed_mbs(computed["recompute"], kv_token_bytes(base)))
+                rest = [method for method in methods if method not in computed]
+                returned = {**computed, **measure(setting, rest)}
+            result["configuration"]["settings"].append(asdict(setting))
             result["rows"] += _rows(setting, returned)
-            if setting == settings[-1]:
+            if asked == settings[-1]:
                 chart = _longest(returned.get("native-planned", ()))
                 result["restore"] = None if chart is None else _as_dict(chart)
     return result
+
+
+def _computed_mbs(returned: Sequence[Returned], token_bytes: int) -> float:
+    """1e6 bytes of KV that are computed per second, of one user's prompts: the median over their lengths."""
+    alone = [each for each in returned if len(each.turns) == 1]
+    return statistics.median(1e-6 * token_bytes * each.tokens / each.ttft_s for each in alone)
 
 
 def _make(method: str, setting: Setting, base: Configuration, pools: PoolSizes, folder: Path) -> Server:
@@ -301,7 +340,9 @@ def overlap_tables(result: Result, path: Path | None) -> str:
     for setting in result["configuration"]["settings"]:
         rows = [row for row in result["rows"] if all(row[name] == value for name, value in setting.items())]
         place = {DRAM_TIER: "from host memory through a link of", "ssd": "from an SSD that reads"}
-        heading = f"**{model(result)}, {place[setting['tier']]} {setting['mbs']:g} MB/s:**"
+        ratio = setting.get("ratio")
+        against = "" if ratio is None else f", loading takes {ratio:g} times as long as computing"
+        heading = f"**{model(result)}, {place[setting['tier']]} {setting['mbs']:g} MB/s{against}:**"
         tables.append(f"{heading}\n\n{table_of(COLUMNS, rows)}")
     notes = (
         "Medians; largest: of all turns. ideal: both streams busy to the end, from the medians of recompute",
@@ -362,7 +403,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = runner.make_parser("overlap", __doc__, model="smollm2", dtype="float32")
     add = parser.add_argument
-    add("--settings", type=names, default=["dram:40", "ssd:40"], help="tier:MBS, several (dram:40,ssd:40)")
+    add(
+        "--settings",
+        type=names,
+        default=["dram:40", "ssd:40"],
+        help="tier:MBS or tier:xRATIO, several (dram:40,ssd:40)",
+    )
     add("--methods", type=names, default=[*METHODS], help=", ".join(METHODS))
     add("--tokens", type=numbers, default=[512, 1024, 2048], help="lengths of prompts (512,1024,2048)")
     add("--pair-tokens", type=int, default=1024, help="length of the prompts of two users (1024)")

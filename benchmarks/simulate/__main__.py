@@ -19,7 +19,7 @@ from benchmarks.simulate.oracle.optimal import OptimalPlanner
 from benchmarks.simulate.pipeline import simulate
 from benchmarks.simulate.summary import summarize
 from benchmarks.tables import Columns, cell, source, table_of
-from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun
+from krul_backend.planner.interface import DecodeCost, RestorePlan, RestorePlanner, RestoreProblem, StoredRun
 from krul_backend.planner.planners import PLANNERS, LocalSearchPlanner, make_planner
 
 PAGE_SIZE = 16
@@ -84,7 +84,7 @@ def make_problem(
                 first_token=0,
                 end_token=history_tokens,
                 layer_token_bytes=layer_token_bytes(codec, model),
-                decode_token_s=decode_token_s(codec, model, gpu),
+                decode=tuple(DecodeCost(0.0, token_s) for token_s in decode_token_s(codec, model, gpu)),
                 last_use=last_use(codec, model.num_layers),
                 stored_from=(0,) * model.num_layers,
             ),

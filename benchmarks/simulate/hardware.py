@@ -88,6 +88,7 @@ class Model:
 # The models' published configurations. Qwen1.5-7B has the shape of Llama-7B; Qwen2-72B that of Llama-3-70B
 # but for an MLP 3% wider.
 LLAMA_7B = Model("Llama-7B, Qwen1.5-7B (MHA)", 32, 4096, 11008, 32, 32)
+LLAMA_13B = Model("Llama-13B (MHA)", 40, 5120, 13824, 40, 40)
 LLAMA3_8B = Model("Llama-3-8B (GQA)", 32, 4096, 14336, 32, 8)
 LLAMA_30B = Model("LLaMA-30B (MHA)", 60, 6656, 17920, 52, 52, num_gpus=2)
 LLAMA3_70B = Model("Llama-3-70B, Qwen2-72B (GQA)", 80, 8192, 28672, 64, 8, num_gpus=4)
@@ -116,6 +117,30 @@ PLATFORMS: tuple[tuple[Gpu, Link], ...] = (
     (H100, network(400)),
     (H200, PCIE5),
 )
+
+
+def rate(gb_s: float) -> Link:
+    """Whatever brings a GPU so many GB/s."""
+    return Link(f"{gb_s:g} GB/s", gb_s * 1e9, 2e-5, is_shared=False)
+
+
+MACHINES: tuple[tuple[Model, Gpu, Link], ...] = (
+    (LLAMA_13B, A100, PCIE4),
+    (LLAMA_7B, A100, PCIE4),
+    (LLAMA_7B, H100, PCIE5),
+    (LLAMA_7B, A100, PAPER_LINK),
+    (LLAMA_7B, H100, rate(25)),
+    (LLAMA_7B, A100, rate(6)),
+    (LLAMA_7B, H100, rate(6)),
+)
+"""By how long loading takes against computing: see ``load_ratio``."""
+
+
+def load_ratio(gpu: Gpu, link: Link, model: Model) -> float:
+    """How many times as long a token's native KV takes to load as to compute, apart from attention, whose
+    share grows with the prompt: of a long prompt it is less."""
+    costs = restore_costs(gpu, link, model)
+    return costs.tiers[link.name].byte_s * model.layer_token_bytes / costs.own.token_s
 
 
 def restore_costs(gpu: Gpu, link: Link, model: Model) -> RestoreCosts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from krul_sglang.engine.capture.turn_capture import QueryShape
 from krul_sglang.engine.common.asking import LatestAnswer
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode, RestorePath
-from krul_sglang.engine.restore.restore_planning import RestorePlanning
+from krul_sglang.engine.restore.restore_planning import DecodeCosts, RestorePlanning
 from krul_sglang.engine.restore.restore_trace import TraceLog
 from krul_sglang.engine.save.allocation import SpaceAllocation
 
@@ -119,8 +120,13 @@ def attach_restore(
     decode_costs = calibration.decode_costs(linker.codec, units, costs.tiers[DRAM_TIER])
 
     def make_ready(subspace: SubspaceCodec, is_older: bool = False) -> None:
-        if not is_older or decode_costs.group_s is None:
-            decode_costs.group_s = calibration.group_s(subspace, costs.tiers[DRAM_TIER])
+        if not is_older or decode_costs.group is None:
+            measure = partial(calibration.group_cost, subspace, costs.tiers[DRAM_TIER])
+            if costs.serial_tiers:
+                decode_costs.serial = DecodeCosts(
+                    decode_costs.single, decode_costs.pair, measure(has_all_cores=True)
+                )
+            decode_costs.group = measure()
         linker.codec.bases.add(subspace, is_older=is_older)
         rank = runtime.agreement.rank
         num_held = linker.codec.bases.num_held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from krul_backend.codec.unit_restore import NativeTail, NativeTails, restore_lay
 from krul_backend.codec.units import UnitDecoder, UnitPlan
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import fit_compute, fit_tier
-from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import NO_DECODING, ComputeCost, DecodeCost, RestoreCosts, TierCost
 from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.head_recompute import HeadRecompute
@@ -31,20 +32,30 @@ from krul_sglang.engine.restore.restore_planning import DecodeCosts
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_MAX_FORWARD_S = 1.5
-"""Once a prompt takes this long, longer ones are not measured: they follow from the fit."""
+_MAX_FORWARD_S = 3.0
+"""Once a prompt takes this long, longer ones are not measured: they follow from the fit, which knows nothing
+of caches that long prompts outgrow."""
 _MIN_LENGTHS = 3
 """Lengths that a fit needs at least, however slow the machine is."""
+_NEW_SHARE = 8
+"""One token of so many is computed again, after the others: a question after what was restored."""
 _REPEATS = 3
 _SHORT_S = 0.25
 """Once a prompt takes this long, longer ones run once and not ``_REPEATS`` times."""
-_DECODED_TOKENS, _DECODED_ON_ACCELERATOR = 256, 2048
+_DECODED_TOKENS, _DECODED_ON_ACCELERATOR = 512, 2048
 """Of a segment whose decoding is measured. An accelerator takes about as long for 256 tokens as for more."""
+_SHORT_SHARE = 8
+"""One token of so many is decoded, too, to tell what is paid once from what each token takes."""
 _DECODED_DAMAGE = 0.01
 """Nats per predicted token that the decoded blocks of groups may have lost."""
+_LEAST_S = 1e-9
+"""What took no longer than its copy counts as this."""
 _BLOCKS = 8
 """Segments of the prefix whose loading is measured: of a conversation of several turns."""
 
+
+Sample = tuple[int, int, float]
+"""Tokens, tokens before them in the pool, and seconds per layer."""
 
 CodedUnit = tuple[tuple[int, ...], Precision]
 """Layers that are stored together, and how."""
@@ -77,45 +88,51 @@ class CostCalibration:
         num_layers = self._pool.num_layers
         vocab_size = self._runner.model_config.vocab_size
         longest = min(self._pool.num_tokens // 2, self._runner.model_config.context_len)
-        own: list[tuple[int, int, float]] = []
-        head: list[tuple[int, int, float]] = []
+        own: list[Sample] = []
+        head: list[Sample] = []
         slowest_s = 0.0
         for num_tokens in (length for length in _LENGTHS if length <= longest):
             try:
                 num_runs = _REPEATS if slowest_s < _SHORT_S else 1
-                seconds, of_heads = self._prefill_samples(random_token_ids(vocab_size, num_tokens), num_runs)
+                token_ids = random_token_ids(vocab_size, num_tokens)
+                of_own, of_heads = self._prefill_samples(token_ids, num_runs)
             except Exception as error:
                 # With several ranks the others would wait for ever in the forward that this one has left.
-                if not is_out_of_memory(error) or self._agreement.num_ranks > 1 or len(own) < _MIN_LENGTHS:
+                is_too_short = num_tokens <= _LENGTHS[_MIN_LENGTHS - 1]
+                if not is_out_of_memory(error) or self._agreement.num_ranks > 1 or is_too_short:
                     raise
                 logger.warning("krul: no memory to measure prompts of %d tokens: %s", num_tokens, error)
                 break
-            own.append((num_tokens, 0, seconds / num_layers))
+            own += of_own
             head += of_heads
-            slowest_s = self._slowest_s(seconds)
-            if slowest_s > _MAX_FORWARD_S and len(own) >= _MIN_LENGTHS:
+            slowest_s = self._slowest_s(num_layers * of_own[0][2])
+            if slowest_s > _MAX_FORWARD_S and num_tokens >= _LENGTHS[_MIN_LENGTHS - 1]:
                 break
         fitted = fit_compute(own)
         return fitted, fit_compute(head) if head else fitted
 
-    def _prefill_samples(
-        self, token_ids: Sequence[int], num_runs: int
-    ) -> tuple[float, list[tuple[int, int, float]]]:
-        """Seconds of the engine's own forward of a prompt, and samples of recomputing its heads. Of
-        ``num_runs`` the fastest counts."""
-        seconds: list[float] = []
-        of_heads: list[tuple[int, int, float]] = []
-        ends = (len(token_ids),) * self._pool.num_layers
+    def _prefill_samples(self, token_ids: Sequence[int], num_runs: int) -> tuple[list[Sample], list[Sample]]:
+        """Samples of the engine's own forward, of a whole prompt and of its end after the rest, and of
+        recomputing its heads. Of ``num_runs`` the fastest counts."""
+        seconds: list[tuple[float, float]] = []
+        of_heads: list[Sample] = []
+        num_tokens, num_layers = len(token_ids), self._pool.num_layers
+        num_past = num_tokens - num_tokens // _NEW_SHARE
         for _ in range(num_runs):
             with ordinary_prefill(self._runner, self._tree_cache, token_ids) as prefilled:
-                seconds.append(prefilled.seconds)
+                seconds.append((prefilled.seconds, prefilled.again_s(num_past)))
                 if self._heads is not None and len(seconds) == num_runs:
-                    whole = Head(prefilled.token_ids, prefilled.slots, 0, ends)
+                    whole = Head(prefilled.token_ids, prefilled.slots, 0, (num_tokens,) * num_layers)
                     of_heads += self._head_samples(whole, num_runs)
-        return min(seconds), of_heads
+        whole_s, end_s = map(min, zip(*seconds, strict=True))
+        of_own = [
+            (num_tokens, 0, whole_s / num_layers),
+            (num_tokens - num_past, num_past, end_s / num_layers),
+        ]
+        return of_own, of_heads
 
-    def _head_samples(self, whole: Head, num_runs: int) -> Iterable[tuple[int, int, float]]:
-        """``(tokens, past tokens, seconds per layer)`` of the whole head and of its second half."""
+    def _head_samples(self, whole: Head, num_runs: int) -> Iterable[Sample]:
+        """Of the whole head and of its second half."""
         num_tokens = whole.ends[0]
         parts = [whole.part(0, num_tokens), whole.part(num_tokens // 2, num_tokens)]
         for part in parts:
@@ -165,9 +182,10 @@ class CostCalibration:
         return float(blocks[0].nbytes), seconds / num_blocks
 
     @property
-    def _num_decoded(self) -> int:
+    def _decoded_lengths(self) -> tuple[int, int]:
         wanted = _DECODED_TOKENS if self._pool.streams.shares_cores else _DECODED_ON_ACCELERATOR
-        return min(wanted, self._pool.num_tokens // 2)
+        num_tokens = min(wanted, self._pool.num_tokens // 2)
+        return num_tokens // _SHORT_SHARE, num_tokens
 
     def decode_costs(
         self,
@@ -175,25 +193,34 @@ class CostCalibration:
         units: Iterable[CodedUnit],
         tier: TierCost,
     ) -> DecodeCosts:
-        """Seconds per token and layer beyond the copy: of layers alone and in pairs, by precision."""
-        single_s = {Precision.NATIVE: 0.0}
-        pair_s: dict[Precision, float] = {}
-        num_tokens = self._num_decoded
+        """What a layer costs beyond the copy, alone and in a pair, by precision: of each segment, since they
+        are decoded one by one."""
+        single = {Precision.NATIVE: NO_DECODING}
+        pair: dict[Precision, DecodeCost] = {}
         for unit, precision in units:
             if len(unit) == 1 and precision is Precision.NATIVE:
                 continue  # the tier's cost is that of native blocks, until they are in the pool
-            num_bytes, seconds = self._restore_s(codec, unit, precision, num_tokens)
-            beyond_s = max(0.0, seconds - tier.load_s(num_bytes)) / num_tokens
-            (single_s if len(unit) == 1 else pair_s)[precision] = beyond_s
-        return DecodeCosts(single_s, pair_s)
+            samples = []
+            for num_tokens in self._decoded_lengths:
+                num_bytes, seconds = self._restore_s(codec, unit, precision, num_tokens)
+                samples.append((num_tokens, max(_LEAST_S, seconds - tier.load_s(num_bytes))))
+            fitted = fit_tier(samples)
+            (single if len(unit) == 1 else pair)[precision] = DecodeCost(0.0, fitted.byte_s, fitted.latency_s)
+        return DecodeCosts(single, pair)
 
-    def group_s(self, subspace: SubspaceCodec, tier: TierCost) -> float:
-        """Seconds per token and layer to decode groups, beyond those of ``tier``: of KV like that which the
-        bases were learned from."""
-        num_tokens = self._num_decoded
-        sizes, seconds = self._restore_groups_s(subspace, num_tokens)
-        beyond_s = max(0.0, seconds - sum(map(tier.load_s, sizes)))
-        return beyond_s / num_tokens / self._pool.num_layers
+    def group_cost(
+        self, subspace: SubspaceCodec, tier: TierCost, *, has_all_cores: bool = False
+    ) -> DecodeCost:
+        """What decoding a layer of groups costs, beyond what ``tier`` takes: of KV like that which the bases
+        were learned from. A CPU does it on the core that a load has beside a forward, or on all of them."""
+        samples = []
+        with nullcontext() if has_all_cores else self._pool.streams.as_bound_thread():
+            for num_tokens in self._decoded_lengths:
+                sizes, seconds = self._restore_groups_s(subspace, num_tokens)
+                beyond_s = seconds - sum(map(tier.load_s, sizes))
+                samples.append((num_tokens, max(_LEAST_S, beyond_s) / self._pool.num_layers))
+        fitted = fit_tier(samples)
+        return DecodeCost(fitted.latency_s, fitted.byte_s)
 
     def _restore_groups_s(self, subspace: SubspaceCodec, num_tokens: int) -> tuple[list[int], float]:
         """Bytes of each group of KV like that which the bases were learned from, and seconds to restore all.

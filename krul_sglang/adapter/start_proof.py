@@ -17,6 +17,7 @@ import torch
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device
+from krul_sglang.adapter.engine_prefill import EnginePrefill
 from krul_sglang.adapter.head_attention import NoHeadsError
 from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -40,11 +41,15 @@ _ROTARY_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """Tokens whose KV the engine has just computed in ``slots``, int64 ``[num_tokens]`` on the device."""
+    """Tokens whose KV the engine has just computed in ``slots``, int64 ``[num_tokens]`` on the device.
+
+    ``again_s(first)`` computes those from ``first`` on once more, after those before: it returns seconds.
+    """
 
     token_ids: torch.Tensor
     slots: torch.Tensor
     seconds: float
+    again_s: Callable[[int], float]
 
 
 @contextmanager
@@ -85,7 +90,12 @@ def ordinary_prefill(model_runner: Any, tree_cache: Any, token_ids: Sequence[int
     try:
         with torch.no_grad():
             seconds = timed(Device.of(row), lambda: _forward(model_runner, ForwardBatch, batch))
-        yield Prefilled(batch.input_ids, slots, seconds)
+        engine, device = EnginePrefill(model_runner, None), Device.of(row)
+
+        def again_s(first: int) -> float:
+            return timed(device, lambda: engine.run(batch, 0, first, len(token_ids)))
+
+        yield Prefilled(batch.input_ids, slots, seconds, again_s)
     finally:
         model_runner.token_to_kv_pool_allocator.free(batch.out_cache_loc)
         model_runner.req_to_token_pool.free(req)

@@ -41,6 +41,7 @@ class Rig:
         *,
         range_bytes: int = 0,
         group_size: int = 64,
+        pairs: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.gate = TransferGate(max_wait_s=PATIENCE_S)
         self.store = make_store(1 << 20, tiers)
@@ -51,16 +52,12 @@ class Rig:
         self.layers = random_layers(SHAPE, NUM_LAYERS, NUM_TOKENS)
         self.before_layer: Callable[[int, int], None] = lambda index, layer: None
         self.loader = LayerWiseLoader(
-            self.store,
-            self.pool,
-            self.gate,
-            timeout_s,
-            before_layer=lambda index, layer: self.before_layer(index, layer),
+            self.store, self.pool, self.gate, timeout_s, before_layer=lambda *at: self.before_layer(*at)
         )
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 8, 8, PAGE_SIZE, 0, 1)
         self.page_keys = [f"page-{page}" for page in range(NUM_PAGES)]
         self.token_ids = np.arange(NUM_TOKENS, dtype=np.int32)
-        encoding, blocks, _ = encode_all(self.codec, Strategy.from_pairs(NUM_LAYERS), self.layers, 0)
+        encoding, blocks, _ = encode_all(self.codec, Strategy.from_pairs(NUM_LAYERS, pairs), self.layers, 0)
         reservation = self.store.reserve(encoding.layer_num_bytes)
         assert reservation is not None
         for layer, block in blocks.items():

@@ -37,7 +37,7 @@ from tests.support.segment_builders import (
 
 NUM_TOKENS = END - DEVICE_TOKENS
 ALONE = RankAgreement(None, 1)
-NO_DECODING = DecodeCosts({}, {})
+NO_DECODE_COSTS = DecodeCosts({}, {})
 NATIVE = Strategy.from_pairs(NUM_LAYERS)
 EACH_ALONE = tuple(range(NUM_LAYERS))
 TOKEN_BYTES = 2 * (8 + 4) * 4
@@ -76,7 +76,7 @@ def planning_of(
     planner: RestorePlanner,
     *,
     costs: RestoreCosts | None = None,
-    decode_costs: DecodeCosts = NO_DECODING,
+    decode_costs: DecodeCosts = NO_DECODE_COSTS,
     agreement: RankAgreement = ALONE,
     max_head_tokens: int = 1000,
     max_new_tokens: int = 1000,

@@ -10,26 +10,32 @@ import numpy as np
 from hypothesis import strategies as st
 
 from krul_backend.errors import RestoreError
-from krul_backend.planner.interface import ComputeCost, RestoreCosts, RestoreProblem, StoredRun, TierCost
+from krul_backend.planner.interface import (
+    NO_DECODING,
+    ComputeCost,
+    DecodeCost,
+    RestoreCosts,
+    RestoreProblem,
+    StoredRun,
+    TierCost,
+)
 from krul_backend.planner.timing import RestoreTiming
 
-HOST = "host"
-DISK = "disk"
+HOST, DISK = "host", "disk"
 
 
 def stored_run(
     first: int, end: int, token_bytes: list[float], tier: str = HOST, last_use: list[int] | None = None
 ) -> StoredRun:
     """Everything stored, nothing to decode, each layer for itself unless ``last_use`` says otherwise."""
-    num_layers = len(token_bytes)
     return StoredRun(
         tier=tier,
         first_token=first,
         end_token=end,
         layer_token_bytes=tuple(token_bytes),
-        decode_token_s=(0.0,) * num_layers,
-        last_use=tuple(last_use or range(num_layers)),
-        stored_from=(first,) * num_layers,
+        decode=(NO_DECODING,) * len(token_bytes),
+        last_use=tuple(last_use or range(len(token_bytes))),
+        stored_from=(first,) * len(token_bytes),
     )
 
 
@@ -61,11 +67,8 @@ def make_problem(
 
 @st.composite
 def compute_costs(draw: st.DrawFn) -> ComputeCost:
-    return ComputeCost(
-        draw(st.sampled_from([0.0, 0.5, 4.0])),
-        draw(st.sampled_from([0.0, 0.1, 1.0, 3.0])),
-        draw(st.sampled_from([0.0, 0.01, 0.2])),
-    )
+    numbers = ([0.0, 0.5, 4.0], [0.0, 0.1, 1.0, 3.0], [0.0, 0.01, 0.2], [0.0, 0.3])
+    return ComputeCost(*(draw(st.sampled_from(each)) for each in numbers))
 
 
 @st.composite
@@ -83,7 +86,7 @@ def stored_runs(draw: st.DrawFn, first: int, end: int, page_size: int, num_layer
     )
     return replace(
         run,
-        decode_token_s=tuple(draw(_per_layer(num_layers, [0.0, 0.0, 0.3]))),
+        decode=tuple(map(DecodeCost, *(draw(_per_layer(num_layers, [0.0, s])) for s in (2.0, 0.3, 0.7)))),
         stored_from=tuple(first + page_size * num_pages for num_pages in left_out),
     )
 

@@ -15,7 +15,7 @@ from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.restore import GroupRestore
 from krul_backend.device import Device
-from krul_backend.planner.interface import TierCost
+from krul_backend.planner.interface import NO_DECODING, DecodeCost, TierCost
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.adapter import cost_calibration
 from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
@@ -32,7 +32,8 @@ NUM_SLOTS = 512
 
 
 class FakeEngine:
-    """Prefills take ``token_s`` seconds per token; nothing is computed. Heads are only remembered."""
+    """Prefills take ``token_s`` seconds per token, and ``past_s`` per token before them; nothing is computed.
+    Heads are only remembered."""
 
     def __init__(
         self,
@@ -40,8 +41,10 @@ class FakeEngine:
         num_slots: int = NUM_SLOTS,
         context_len: int = 10_000,
         memory_tokens: int = 10_000,
+        past_s: float = 0.0,
     ) -> None:
         self.token_s = token_s
+        self.past_s = past_s
         self.memory_tokens = memory_tokens
         self.prefilled: list[int] = []
         self.heads: list[tuple[int, tuple[int, ...]]] = []
@@ -57,7 +60,12 @@ class FakeEngine:
         if num_tokens > self.memory_tokens:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.prefilled.append(num_tokens)
-        yield Prefilled(torch.tensor(token_ids), torch.arange(num_tokens), self.token_s * num_tokens)
+        yield Prefilled(
+            torch.tensor(token_ids),
+            torch.arange(num_tokens),
+            self.token_s * num_tokens,
+            lambda first: self.token_s * (num_tokens - first) + self.past_s * first,
+        )
 
     def run(self, heads: Sequence[Head]) -> None:
         (head,) = heads
@@ -81,9 +89,9 @@ def test_a_fast_machine_measures_every_length_that_fits(monkeypatch: pytest.Monk
 
 def test_no_longer_prompt_is_measured_once_one_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(0.8 / 256, num_slots=8192)
-    assert measured_lengths(engine, monkeypatch) == [32, 64, 128, 256, 512]
+    assert measured_lengths(engine, monkeypatch) == [32, 64, 128, 256, 512, 1024]
     # As soon as one takes a quarter of a second, longer ones run once.
-    assert [engine.prefilled.count(length) for length in (128, 256, 512)] == [3, 1, 1]
+    assert [engine.prefilled.count(length) for length in (128, 256, 512, 1024)] == [3, 1, 1, 1]
 
 
 def test_a_slow_machine_measures_as_many_lengths_as_the_fit_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +101,14 @@ def test_a_slow_machine_measures_as_many_lengths_as_the_fit_needs(monkeypatch: p
     assert costs.own.layer_s(100, 0) == pytest.approx(100 / NUM_LAYERS, rel=1e-3)
     # Without heads these cost what the engine's own layers cost.
     assert costs.head == costs.own
+
+
+def test_a_question_after_a_long_prompt_pays_for_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(1e-4, past_s=3e-5)
+    monkeypatch.setattr(cost_calibration, "ordinary_prefill", engine.prefill)
+    own = engine.calibration().measure().own
+    assert own.layer_s(16, 4096) == pytest.approx((16e-4 + 4096 * 3e-5) / NUM_LAYERS, rel=1e-3)
+    assert own.layer_s(256, 0) == pytest.approx(256e-4 / NUM_LAYERS, rel=1e-3)
 
 
 def test_longer_prompts_than_there_is_memory_for_follow_from_the_fit(
@@ -125,14 +141,28 @@ def test_decoding_is_measured_for_every_unit_in_use() -> None:
     codec = ModelCodecs(SHAPE, NUM_LAYERS, None)
     units = units_in_use("krul", Precision.INT4, NUM_LAYERS)
     costs = engine.calibration().decode_costs(codec, units, TierCost(0.0, 0.0))
-    assert set(costs.single_s) == {Precision.NATIVE, Precision.INT4}
-    assert set(costs.pair_s) == {Precision.INT4}
+    assert set(costs.single) == {Precision.NATIVE, Precision.INT4}
+    assert set(costs.pair) == {Precision.INT4}
     # With copies that cost nothing all the time is decoding; with infinitely slow ones nothing is.
     # What native blocks take is the tier's cost.
-    assert costs.single_s[Precision.NATIVE] == 0
-    assert min(costs.single_s[Precision.INT4], costs.pair_s[Precision.INT4]) > 0
+    assert costs.single[Precision.NATIVE] == NO_DECODING
+    for cost in (costs.single[Precision.INT4], costs.pair[Precision.INT4]):
+        assert cost.latency_s == 0
+        assert 256 * cost.token_s + cost.segment_s > 1e-6
     hidden = engine.calibration().decode_costs(codec, units, TierCost(1e9, 0.0))
-    assert {*hidden.single_s.values(), *hidden.pair_s.values()} == {0.0}
+    for cost in (*hidden.single.values(), *hidden.pair.values()):
+        assert 256 * cost.token_s + cost.segment_s < 1e-8
+
+
+def test_segments_that_are_decoded_one_by_one_cost_something_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which a segment takes 1 s, a token 0.1 s, and its two copies 1 s each."""
+    calibration = FakeEngine(1e-6).calibration()
+    monkeypatch.setattr(
+        calibration, "_restore_s", lambda *given: (2.0, 2.0 + 1.0 + 0.1 * given[-1]), raising=True
+    )
+    codec = ModelCodecs(SHAPE, NUM_LAYERS, None)
+    costs = calibration.decode_costs(codec, [((0, 1), Precision.INT4)], TierCost(0.0, 1.0))
+    assert costs.pair[Precision.INT4] == DecodeCost(0.0, pytest.approx(0.1), pytest.approx(1.0))
 
 
 def test_units_in_use_follow_the_strategy() -> None:
@@ -145,15 +175,20 @@ def test_units_in_use_follow_the_strategy() -> None:
     assert units_in_use("subspace", Precision.INT4, 8) == []
 
 
-def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock by which every restore takes 3 s, of which the copies of two groups take 1 s each."""
+@pytest.mark.parametrize("has_all_cores", [False, True])
+def test_groups_are_measured_as_they_are_restored(
+    monkeypatch: pytest.MonkeyPatch, has_all_cores: bool
+) -> None:
+    """On a clock by which a restore takes 1 s and 0.1 s per token beyond the copies of two groups."""
     engine, written = FakeEngine(1e-6), list[torch.Tensor]()
     subspace = SubspaceCodec(make_bases(SHAPE, [1, 1], rank=4), None)
-    write = GroupRestore.write
+    write, cores = GroupRestore.write, torch.get_num_threads()
+    num_cores: set[int] = set()
 
     def timed(device: Device, run: Callable[[], object]) -> float:
+        num_cores.add(torch.get_num_threads())
         run()
-        return 3.0
+        return 2.0 + 1.0 + 0.1 * len(written[-1])
 
     def write_and_keep(begun: GroupRestore, buffers: Any) -> None:
         write(begun, buffers)
@@ -162,17 +197,20 @@ def test_groups_are_measured_as_they_are_restored(monkeypatch: pytest.MonkeyPatc
     before = engine.pool.copy()
     monkeypatch.setattr(cost_calibration, "timed", timed)
     monkeypatch.setattr(GroupRestore, "write", write_and_keep)
-    group_s = engine.calibration().group_s(subspace, TierCost(1.0, 0.0))
-    assert len(written) == cost_calibration._REPEATS * NUM_LAYERS
+    cost = engine.calibration().group_cost(subspace, TierCost(1.0, 0.0), has_all_cores=has_all_cores)
+    assert num_cores == {cores if has_all_cores else 1}
+    assert torch.get_num_threads() == cores
     num_tokens = min(cost_calibration._DECODED_TOKENS, NUM_SLOTS // 2)
+    assert {len(keys) for keys in written} == {num_tokens, num_tokens // 8}
+    assert len(written) == 2 * cost_calibration._REPEATS * NUM_LAYERS
     # All groups of the model are decoded each time.
-    for keys, drawn in zip(written, subspace.draw(num_tokens), strict=False):
+    for keys, drawn in zip(written[-NUM_LAYERS:], subspace.draw(num_tokens), strict=True):
         assert float((keys - drawn.k).square().mean()) < 0.1 * float(drawn.k.var())
     # Requests may be using the pool.
     for now, old in zip(engine.pool.copy(), before, strict=True):
         assert torch.equal(now.k, old.k)
         assert torch.equal(now.v, old.v)
-    assert group_s == 1.0 / num_tokens / NUM_LAYERS
+    assert cost.times(NUM_LAYERS) == DecodeCost(pytest.approx(1.0), pytest.approx(0.1))
 
 
 def test_loads_are_measured_as_restores_copy() -> None:

@@ -233,7 +233,7 @@ def prove(
     def prefill(runner: Any, tree_cache: Any, token_ids: Sequence[int]) -> Iterator[Prefilled]:
         for layer in range(NUM_LAYERS):
             pool.write(layer, slots, *prefilled)
-        yield Prefilled(torch.tensor(token_ids), slots, 0.0)
+        yield Prefilled(torch.tensor(token_ids), slots, 0.0, lambda first: 0.0)
 
     monkeypatch.setattr(start_proof, "ordinary_prefill", prefill)
     runner = SimpleNamespace(

@@ -345,3 +345,40 @@ def test_a_link_holds_loads_to_its_rate(monkeypatch: pytest.MonkeyPatch) -> None
     now_s = 200.0
     link.carry(500_000)
     assert slept == pytest.approx([0.5, 0.75, 0.25])
+
+
+class MeasuredLink(Link):
+    """Counts what it carries, and takes no time."""
+
+    num_carried = 0
+
+    def carry(self, num_bytes: int) -> None:
+        self.num_carried += num_bytes
+
+
+@pytest.mark.parametrize(("pairs", "num_decoded"), [((), 0), (((0, 2),), 2)])
+def test_what_is_decoded_is_timed_inside_of_its_layer(
+    pairs: Sequence[tuple[int, int]], num_decoded: int
+) -> None:
+    rig = Rig(PATIENCE_S, pairs=pairs)
+    index = rig.start(SLOTS)
+    batch = rig.batch(index)
+    assert rig.loader.finish(index)
+    rig.close()
+    decoded = [(times.begin(), times.end()) for times in batch.decode_times]
+    layers = [(times.begin(), times.end()) for times in batch.load_times]
+    assert len(decoded) == num_decoded
+    for (begin_s, end_s), (first_s, last_s) in zip(decoded, [layers[0], layers[2]], strict=False):
+        assert first_s <= begin_s < end_s <= last_s
+
+
+@pytest.mark.parametrize("pairs", [(), ((0, 2),)])
+def test_a_block_that_two_layers_need_passes_the_link_once(pairs: Sequence[tuple[int, int]]) -> None:
+    rig, link = Rig(PATIENCE_S, pairs=pairs), MeasuredLink(1.0)
+    loader = LayerWiseLoader(rig.store, rig.pool, rig.gate, PATIENCE_S, link)
+    load = rig.load(SLOTS)
+    num_stored = sum(load.lease.slices[0].header.layer_num_bytes)
+    assert loader.finish(loader.start({"r": load}))
+    loader.close()
+    rig.close()
+    assert link.num_carried == loader.counters.num_bytes == num_stored

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import overlap
 from benchmarks.overlap import (
     METHODS,
     Returned,
     Setting,
     _as_dict,
+    _computed_mbs,
     _rows,
     overlap_summary,
     overlap_tables,
+    run,
 )
-from benchmarks.serving.configuration import ServingBenchmarkError
+from benchmarks.pages import MEASURED
+from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
+from benchmarks.simulate import hardware
 from benchmarks.tables import RESULTS
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo.player import TurnResult
@@ -105,9 +112,57 @@ def test_the_restore_that_is_kept_can_be_drawn_again() -> None:
 
 def test_settings_name_a_tier_and_a_rate() -> None:
     assert Setting.parse("dram:12.5") == Setting("dram", 12.5)
-    for text in ("tape:1", "ssd", "ssd:fast"):
+    for text in ("tape:1", "ssd", "ssd:fast", "ssd:x", "dram:x0", "dram:-1", "dram:inf"):
         with pytest.raises(ServingBenchmarkError, match="--settings"):
             Setting.parse(text)
+
+
+def test_a_ratio_becomes_a_rate_when_computing_has_been_measured() -> None:
+    """64 tokens of 1 MB each: computed in 1, 2 and 4 s at 64, 32 and 16 MB/s; two users do not count."""
+    alone = [returned(1.0), returned(2.0), returned(4.0)]
+    together = replace(alone[0], turns=alone[0].turns * 2)
+    computed_mbs = _computed_mbs([*alone, together], 1_000_000)
+    assert computed_mbs == pytest.approx(32.0)
+    setting = Setting.parse("dram:x0.5")
+    assert setting.at(computed_mbs) == Setting("dram", 64.0, 0.5)
+    assert Setting.parse("dram:40").at(computed_mbs) == Setting("dram", 40.0)
+
+
+@pytest.mark.parametrize("asked", [["dram:x0.5", "dram:x2"], ["dram:40", "dram:x2"]])
+def test_computing_is_measured_once_for_all_ratios(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
+    made: list[tuple[str, float]] = []
+    base = Configuration(
+        model_path=Path("model"), history_tokens=(64,), rounds=2, dtype="float32", max_tokens=4
+    )
+
+    def make(method: str, setting: Setting, *others: Any) -> Any:
+        made.append((method, setting.mbs))
+        return method
+
+    monkeypatch.setattr(overlap, "load_token_encoder", lambda path: (lambda messages: [0], 100))
+    monkeypatch.setattr(overlap, "generated_conversation", lambda *given: ())
+    monkeypatch.setattr(overlap, "plan_pools", lambda *given, **named: None)
+    monkeypatch.setattr(overlap, "kv_token_bytes", lambda configuration: 1_000_000)
+    monkeypatch.setattr(overlap, "_make", make)
+    monkeypatch.setattr(overlap, "_play", lambda *given: [returned(2.0)])
+    result = run(base, list(map(Setting.parse, asked)), ["recompute", "full-load"], 64)
+    rates = [64.0 if each == "dram:x0.5" else 16.0 if each == "dram:x2" else 40.0 for each in asked]
+    assert [setting["mbs"] for setting in result["configuration"]["settings"]] == rates
+    # First that of the ratios, then each rate; a rate that was given has its own.
+    assert made.count(("recompute", 40.0)) == asked.count("dram:40")
+    assert [name for name, _ in made].count("recompute") == 1 + asked.count("dram:40")
+    assert [mbs for name, mbs in made if name == "full-load"] == rates
+    assert [(row["method"], row["mbs"]) for row in result["rows"]] == [
+        (method, mbs) for mbs in rates for method in ("recompute", "full-load")
+    ]
+
+
+def test_the_page_shows_the_ratios_of_published_machines() -> None:
+    page = MEASURED.read_text()
+    for model, gpu, link in hardware.MACHINES:
+        name = model.name.partition(" (")[0].partition(",")[0]
+        shown = f"| {name} | {gpu.name} | {link.name} | {hardware.load_ratio(gpu, link, model):.2f} |"
+        assert shown in page
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import orjson
 import pytest
 
 from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.interface import RestoreCosts, RestorePlanner
+from krul_backend.planner.interface import NO_DECODING, DecodeCost, RestoreCosts, RestorePlanner
 from krul_backend.planner.planners import FullRecomputePlanner, LocalSearchPlanner
 from krul_backend.strategy.strategy import LayerGroups, Precision, StoredAs, Strategy
+from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.restore_planning import PAIR_FACTOR, DecodeCosts
 from krul_sglang.engine.save.allocation import EXPECTED_NEW_TOKENS, SpaceAllocation
@@ -20,7 +22,7 @@ from tests.support.planning_builders import (
     ALONE,
     EACH_ALONE,
     NATIVE,
-    NO_DECODING,
+    NO_DECODE_COSTS,
     TOKEN_BYTES,
     FakeAgreement,
     HeadsPlanner,
@@ -47,10 +49,18 @@ class Planned(TurnEncoding):
         raise AssertionError("an allocation needs no encoded block")
 
 
+def token(token_s: float) -> DecodeCost:
+    return DecodeCost(0.0, token_s)
+
+
+def each_token(*seconds: float) -> tuple[DecodeCost, ...]:
+    return tuple(map(token, seconds))
+
+
 def allocation_of(
     planner: RestorePlanner,
     agreement: RankAgreement = ALONE,
-    decode_costs: DecodeCosts = NO_DECODING,
+    decode_costs: DecodeCosts = NO_DECODE_COSTS,
     costs: RestoreCosts | None = None,
 ) -> SpaceAllocation:
     return SpaceAllocation(
@@ -64,20 +74,25 @@ def allocation_of(
 
 
 @pytest.mark.parametrize(
-    ("stored_as", "layer_token_bytes", "last_use", "decode_token_s"),
+    ("stored_as", "layer_token_bytes", "last_use", "decode"),
     [
-        (KINDS["slerp-int4"], (4.0, 3.0, 3.0, 1.0), (3, 1, 2, 3), (0.5, 0.0, 0.0, 0.5)),
-        (LayerGroups((3, 4)), (6.0, 0.0, 0.0, 2.0), (2, 1, 2, 3), (0.0, 0.0, 0.75, 0.25)),
+        (KINDS["slerp-int4"], (4.0, 3.0, 3.0, 1.0), (3, 1, 2, 3), each_token(0.5, 0.0, 0.0, 0.5)),
+        (
+            LayerGroups((3, 4)),
+            (6.0, 0.0, 0.0, 2.0),
+            (2, 1, 2, 3),
+            (NO_DECODING, NO_DECODING, DecodeCost(3.0, 0.75), DecodeCost(1.0, 0.25)),
+        ),
     ],
 )
 def test_an_allocation_plans_the_return_of_the_whole_conversation(
     stored_as: StoredAs,
     layer_token_bytes: tuple[float, ...],
     last_use: tuple[int, ...],
-    decode_token_s: tuple[float, ...],
+    decode: tuple[DecodeCost, ...],
 ) -> None:
     planner = HeadsPlanner(lambda problem: (16, 8, 8, 0))
-    decode_costs = DecodeCosts({}, {Precision.INT4: 0.5}, 0.25)
+    decode_costs = DecodeCosts({}, {Precision.INT4: token(0.5)}, DecodeCost(1.0, 0.25))
     heads = allocation_of(planner, decode_costs=decode_costs).head_ends(
         40, Planned(stored_as, layer_token_bytes, last_use)
     )
@@ -89,7 +104,7 @@ def test_an_allocation_plans_the_return_of_the_whole_conversation(
     assert (run.first_token, run.end_token, run.stored_from) == (0, 40, (0,) * NUM_LAYERS)
     assert run.layer_token_bytes == layer_token_bytes
     assert run.last_use == last_use
-    assert run.decode_token_s == decode_token_s
+    assert run.decode == decode
 
 
 @pytest.mark.parametrize(
@@ -127,32 +142,60 @@ def test_what_an_allocation_leaves_out_can_be_restored_within_the_limit() -> Non
 
 
 def test_decoding_costs_follow_the_precision_and_the_pairs() -> None:
-    costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0}, {Precision.INT8: 7.0})
+    costs = DecodeCosts(
+        {Precision.NATIVE: token(0.0), Precision.INT8: token(2.0)}, {Precision.INT8: token(7.0)}
+    )
     strategy = Strategy.from_pairs(4, [(1, 2)], Precision.INT8)
-    assert strategy.decode_token_s(costs) == (2.0, 7.0, 7.0, 2.0)
-    assert Strategy.from_pairs(4).decode_token_s(costs) == (0.0,) * 4
+    assert strategy.decode_costs(costs) == each_token(2.0, 7.0, 7.0, 2.0)
+    assert Strategy.from_pairs(4).decode_costs(costs) == (NO_DECODING,) * 4
 
 
 def test_what_was_not_measured_costs_as_much_as_the_slowest() -> None:
-    costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0, Precision.INT4: 3.0}, {})
-    assert Strategy.from_pairs(2, [], Precision.INT2).decode_token_s(costs) == (3.0, 3.0)
+    costs = DecodeCosts(
+        {Precision.NATIVE: token(0.0), Precision.INT8: token(2.0), Precision.INT4: token(3.0)}, {}
+    )
+    assert Strategy.from_pairs(2, [], Precision.INT2).decode_costs(costs) == each_token(3.0, 3.0)
 
 
 def test_a_pair_that_was_not_measured_costs_more_than_its_layers() -> None:
-    costs = DecodeCosts({Precision.NATIVE: 0.0, Precision.INT8: 2.0}, {Precision.NATIVE: 1.0})
-    assert Strategy.from_pairs(2, [(0, 1)], Precision.INT8).decode_token_s(costs) == (2 * PAIR_FACTOR,) * 2
+    costs = DecodeCosts(
+        {Precision.NATIVE: token(0.0), Precision.INT8: token(2.0)}, {Precision.NATIVE: token(1.0)}
+    )
+    pair = Strategy.from_pairs(2, [(0, 1)], Precision.INT8)
+    assert pair.decode_costs(costs) == each_token(2 * PAIR_FACTOR, 2 * PAIR_FACTOR)
+    slow = DecodeCosts({Precision.INT8: DecodeCost(1.0, 2.0, 3.0)}, {})
+    assert pair.decode_costs(slow)[0] == DecodeCost(PAIR_FACTOR, 2 * PAIR_FACTOR, 3 * PAIR_FACTOR)
     # Measured as nothing is measured.
-    free = DecodeCosts({Precision.INT8: 2.0}, {Precision.INT8: 0.0})
-    assert Strategy.from_pairs(2, [(0, 1)], Precision.INT8).decode_token_s(free) == (0.0, 0.0)
+    free = DecodeCosts({Precision.INT8: token(2.0)}, {Precision.INT8: token(0.0)})
+    assert pair.decode_costs(free) == (NO_DECODING,) * 2
 
 
 def test_the_last_layer_of_a_group_pays_for_all_of_them() -> None:
     """A group is decoded at once, from the shortest head on, which is that of its last layer."""
-    costs = DecodeCosts({Precision.NATIVE: 9.0}, {}, 2.0)
-    assert LayerGroups((3, 4, 6)).decode_token_s(costs) == (0.0, 0.0, 6.0, 2.0, 0.0, 4.0)
-    assert LayerGroups((1, 4)).decode_token_s(costs) == (2.0, 0.0, 0.0, 6.0)
+    costs = DecodeCosts({Precision.NATIVE: token(9.0)}, {}, DecodeCost(0.5, 2.0))
+    first, second, third = (DecodeCost(0.5 * num_layers, 2.0 * num_layers) for num_layers in (3, 1, 2))
+    none = NO_DECODING
+    assert LayerGroups((3, 4, 6)).decode_costs(costs) == (none, none, first, second, none, third)
+    assert LayerGroups((1, 4)).decode_costs(costs) == (second, none, none, first)
+
+
+def test_a_load_that_the_forward_waits_for_is_decoded_at_its_own_cost() -> None:
+    """On all cores, from the tiers from which the forward waits for a whole load."""
+    serial = DecodeCosts({}, {}, DecodeCost(0.0, 1.0))
+    decode_costs = DecodeCosts({}, {}, DecodeCost(0.0, 3.0), serial)
+    assert decode_costs.of(is_serial=False) is decode_costs
+    assert NO_DECODE_COSTS.of(is_serial=True) is NO_DECODE_COSTS
+    for tiers, token_s in (((), 3.0), ((DRAM_TIER,), 1.0)):
+        planner = HeadsPlanner(lambda problem: (0,) * NUM_LAYERS)
+        costs = replace(costs_of(), serial_tiers=tiers)
+        allocation_of(planner, decode_costs=decode_costs, costs=costs).head_ends(
+            40, Planned(LayerGroups((NUM_LAYERS,)))
+        )
+        assert planner.problems[0].runs[0].decode[-1] == DecodeCost(0.0, NUM_LAYERS * token_s)
 
 
 def test_without_any_measurement_decoding_is_free() -> None:
-    assert Strategy.from_pairs(2, [(0, 1)], Precision.INT4).decode_token_s(NO_DECODING) == (0.0, 0.0)
-    assert LayerGroups((2,)).decode_token_s(NO_DECODING) == (0.0, 0.0)
+    assert (
+        Strategy.from_pairs(2, [(0, 1)], Precision.INT4).decode_costs(NO_DECODE_COSTS) == (NO_DECODING,) * 2
+    )
+    assert LayerGroups((2,)).decode_costs(NO_DECODE_COSTS) == (NO_DECODING,) * 2

@@ -15,8 +15,9 @@ from krul_backend.planner.calibration import (
     fit_compute,
     fit_tier,
 )
-from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
+from krul_backend.planner.interface import ComputeCost, DecodeCost, RestoreCosts, TierCost
 from krul_backend.planner.planners import LocalSearchPlanner
+from krul_backend.planner.timing import RestoreTiming
 from tests.support.restore_builders import make_problem, stored_run
 
 COST = ComputeCost(launch_s=4e-5, token_s=2.5e-6, context_s=1.2e-10)
@@ -30,13 +31,26 @@ def samples(cost: ComputeCost, noise: float = 0.0) -> list[tuple[int, int, float
 
 @pytest.mark.parametrize(
     "cost",
-    [COST, ComputeCost(0.0, 2.5e-6, 1e-10), ComputeCost(4e-5, 2.5e-6, 0.0), ComputeCost(1e-3, 0.0, 0.0)],
+    [
+        COST,
+        ComputeCost(0.0, 2.5e-6, 1e-10),
+        ComputeCost(4e-5, 2.5e-6, 0.0),
+        ComputeCost(1e-3, 0.0, 0.0),
+        ComputeCost(4e-5, 2.5e-6, 1e-10, 3e-8),
+    ],
 )
 def test_exact_measurements_give_the_cost_back(cost: ComputeCost) -> None:
     fitted = fit_compute(samples(cost))
     assert fitted.launch_s == pytest.approx(cost.launch_s, rel=1e-6, abs=1e-12)
     assert fitted.token_s == pytest.approx(cost.token_s, rel=1e-6, abs=1e-14)
     assert fitted.context_s == pytest.approx(cost.context_s, rel=1e-6, abs=1e-18)
+    assert fitted.past_s == pytest.approx(cost.past_s, rel=1e-6, abs=1e-16)
+
+
+def test_without_a_past_nothing_is_known_of_reading_it() -> None:
+    fitted = fit_compute([(n, 0, COST.layer_s(n, 0)) for n in (16, 128, 512, 2048)])
+    assert fitted.past_s == 0
+    assert fitted.layer_s(1024, 0) == pytest.approx(COST.layer_s(1024, 0), rel=1e-6)
 
 
 def test_noise_of_a_tenth_leaves_predictions_within_a_tenth() -> None:
@@ -185,6 +199,24 @@ def test_a_tier_cannot_pass_through_one_without_costs() -> None:
     with pytest.raises(RestoreError, match="'tape' has no costs"):
         online.set_tier("ssd", TierCost(1.0, 1.0), through="tape")
     assert online.current() == START
+
+
+def test_decoding_is_predicted_right_after_some_loads_and_corrects_nothing_else() -> None:
+    """Beside a forward it takes three times as long as it was measured to take."""
+    online, problem = OnlineCosts(START), make_problem(stored_run(0, 64, [1.0, 1.0]))
+    run = replace(problem.runs[0], decode=(DecodeCost(2.0, 1.0), DecodeCost(2.0, 1.0)))
+    true_s, errors = 3.0 * 2 * (2 + 64), []
+    for _ in range(40):
+        costs = replace(online.current(), tiers=problem.costs.tiers)
+        timing = RestoreTiming(replace(problem, runs=(run,), costs=costs))
+        _, load_s, decode_s = timing.work_s([0, 0])
+        assert load_s == pytest.approx(2 * 64 + decode_s)
+        errors.append(abs(true_s / decode_s - 1))
+        online.observe_decoding(decode_s, true_s)
+    assert errors[0] == pytest.approx(2.0)
+    # The half-life is eight observations.
+    assert max(errors[24:]) < 0.15
+    assert replace(online.current(), decode_scale=1.0) == START
 
 
 def test_unknown_tiers_and_half_lives_are_refused() -> None:

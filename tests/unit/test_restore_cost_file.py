@@ -10,7 +10,7 @@ from krul_backend.planner.calibration import FORMAT, load_costs, save_costs
 from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 
 COSTS = RestoreCosts(
-    ComputeCost(4e-5, 2.5e-6, 1.2e-10), ComputeCost(0.0, 1.0, 2.0), {"host": TierCost(3e-5, 1 / 22e9)}
+    ComputeCost(4e-5, 2.5e-6, 1.2e-10, 3e-8), ComputeCost(0.0, 1.0, 2.0), {"host": TierCost(3e-5, 1 / 22e9)}
 )
 OTHER = RestoreCosts(COSTS.own, COSTS.head, {})
 
@@ -66,9 +66,11 @@ def test_a_foreign_file_is_ignored_with_one_warning_and_left_alone(
         3,
         {},
         {"head": {}, "own": {}, "tiers": {}},
-        {"head": {"launch_s": -1, "token_s": 1, "context_s": 1}},
-        {"head": {"launch_s": "1", "token_s": 1, "context_s": 1}},
-        {"head": {"launch_s": 1, "token_s": 1, "context_s": 1, "extra": 1}},
+        {"head": {"launch_s": -1, "token_s": 1, "context_s": 1, "past_s": 1}},
+        {"head": {"launch_s": "1", "token_s": 1, "context_s": 1, "past_s": 1}},
+        {"head": {"launch_s": 1, "token_s": 1, "context_s": 1, "past_s": 1, "extra": 1}},
+        # As it was written before a past had a cost: measured again.
+        {"head": {"launch_s": 1, "token_s": 1, "context_s": 1}},
         {"tiers": {"host": 5}},
         {"tiers": []},
     ],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulate.pipeline import simulate
 from krul_backend.errors import RestoreError
-from krul_backend.planner.interface import ComputeCost, RestoreProblem, TierCost
+from krul_backend.planner.interface import NO_DECODING, ComputeCost, DecodeCost, RestoreProblem, TierCost
 from krul_backend.planner.timing import RestoreTiming
 from tests.support.restore_builders import DISK, HOST, check, is_allowed, make_problem, problems, stored_run
 
@@ -24,7 +24,13 @@ def naive_load_s(problem: RestoreProblem, head_ends: list[int], layer: int) -> f
         num_bytes = copied * run.layer_token_bytes[layer]
         if num_bytes > 0:
             seconds += tier.latency_s + tier.byte_s * num_bytes
-        seconds += sum(run.decode_token_s[layer] for token in tokens if token >= head_ends[layer])
+        cost, num_decoded = run.decode[layer], sum(token >= head_ends[layer] for token in tokens)
+        decoded_s = cost.token_s * num_decoded + cost.segment_s * (num_decoded > 0)
+        seconds += problem.costs.decode_scale * decoded_s
+    latencies_s = [(run.end_token, run.decode[layer].latency_s) for run in problem.runs]
+    end, latency_s = max(((end, each_s) for end, each_s in latencies_s if each_s), default=(0, 0.0))
+    if end > head_ends[layer]:
+        seconds += problem.costs.decode_scale * latency_s
     return seconds
 
 
@@ -93,8 +99,26 @@ def test_a_shared_block_is_loaded_from_the_head_of_the_layer_that_needs_it_last(
 
 
 def test_rows_are_decoded_from_the_head_of_their_own_layer() -> None:
-    run = replace(stored_run(0, 4, [3.0, 0.0], last_use=[1, 1]), decode_token_s=(10.0, 100.0))
+    decode = (DecodeCost(0.0, 10.0), DecodeCost(0.0, 100.0))
+    run = replace(stored_run(0, 4, [3.0, 0.0], last_use=[1, 1]), decode=decode)
     assert simulate(make_problem(run), [3, 1]).load.end_s.tolist() == [9 + 10, 9 + 10 + 300]
+
+
+def test_segments_that_are_decoded_together_pay_once_and_take_as_much_longer_as_all_others() -> None:
+    decoded, native = (DecodeCost(5.0, 10.0),), (NO_DECODING,)
+    runs = [
+        replace(stored_run(first, first + 4, [0.0]), decode=decode)
+        for first, decode in ((0, decoded), (4, decoded), (8, native))
+    ]
+    problem = make_problem(*runs)
+    slower = replace(problem, costs=replace(problem.costs, decode_scale=2.0))
+    for head_end, seconds in ((0, 5 + 80), (4, 5 + 40), (6, 5 + 20), (8, 0)):
+        assert simulate(problem, [head_end]).load_s == seconds
+        assert simulate(slower, [head_end]).load_s == 2 * seconds
+        assert RestoreTiming(slower).work_s([head_end]) == (head_end, 2 * seconds, 2 * seconds)
+    each = [replace(run, decode=(replace(run.decode[0], segment_s=3.0),)) for run in runs]
+    for head_end, seconds in ((0, 5 + 80 + 9), (6, 5 + 20 + 6), (8, 3), (12, 0)):
+        assert simulate(make_problem(*each), [head_end]).load_s == seconds
 
 
 def test_each_run_is_a_copy_from_its_own_tier() -> None:
@@ -105,8 +129,8 @@ def test_each_run_is_a_copy_from_its_own_tier() -> None:
 
 
 def test_compute_grows_with_what_a_token_sees() -> None:
-    problem = make_problem(stored_run(8, 12, [1.0]), head=ComputeCost(1.0, 2.0, 0.5))
-    assert simulate(problem, [12]).compute_s == 1 + 2 * 4 + 0.5 * 4 * (8 + 2)
+    problem = make_problem(stored_run(8, 12, [1.0]), head=ComputeCost(1.0, 2.0, 0.5, 0.25))
+    assert simulate(problem, [12]).compute_s == 1 + 2 * 4 + 0.5 * 4 * (8 + 2) + 0.25 * 8
     assert simulate(problem, [8]).compute_s == 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from krul_backend.planner.interface import RestorePlan, RestoreProblem
+from krul_backend.planner.interface import DecodeCost, RestorePlan, RestoreProblem
 from krul_backend.planner.planners import FullRecomputePlanner, LocalSearchPlanner, make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
@@ -40,7 +40,7 @@ from tests.support.segment_builders import (
 
 def test_a_problem_says_what_is_stored_and_where() -> None:
     planner = HeadsPlanner(no_heads)
-    decode_costs = DecodeCosts({Precision.NATIVE: 0.25}, {Precision.NATIVE: 0.5})
+    decode_costs = DecodeCosts({}, {Precision.NATIVE: DecodeCost(0.0, 0.5)})
     planning = planning_of(planner, decode_costs=decode_costs, max_head_tokens=30)
     slices = leased(planning, "slerp", num_tokens=40)
     assert planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=7) is not None
@@ -53,7 +53,7 @@ def test_a_problem_says_what_is_stored_and_where() -> None:
         assert run.tier == DRAM_TIER
         # Layers 0 and 2, 1 and 3 are pairs: the direction in the lower layer's block is needed by both.
         assert run.last_use == (2, 3, 2, 3)
-        assert run.decode_token_s == (0.5,) * NUM_LAYERS
+        assert run.decode == (DecodeCost(0.0, 0.5),) * NUM_LAYERS
         assert run.stored_from == (run.first_token,) * NUM_LAYERS
         # From its first token on, a block is read to its end.
         share = (header.end_token - run.first_token) / header.num_tokens

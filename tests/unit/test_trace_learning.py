@@ -41,6 +41,10 @@ class RecordingCosts:
     def observe_tier(self, tier: str, predicted_s: float, measured_s: float) -> None:
         self.observed.append((tier, predicted_s, round(measured_s, 6)))
 
+    def observe_decoding(self, predicted_s: float, measured_s: float) -> None:
+        if predicted_s:
+            self.observed.append(("decoding", predicted_s, round(measured_s, 6)))
+
 
 class ScriptedClock:
     """Its marks are at these seconds, one after the other."""
@@ -88,6 +92,18 @@ def test_costs_learn_the_work_of_each_stream_without_its_waits() -> None:
     log.add(make_trace(Forecast(1.0, 2.0, 0.0), Forecast(0.5, 0.25, 0.0)))
     log.settle()
     assert costs.observed == [("head", 1.5, 4.0), (DRAM_TIER, 2.25, 5.0)]
+
+
+def test_decoding_is_learned_apart_from_the_copies_of_its_load() -> None:
+    """Where it takes most of a load, nothing is said of the tier: on a GPU copies are a part of it."""
+    log, costs = make_log()
+    for decode_s in (1.0, 1.5):
+        trace = make_trace(Forecast(0.0, 2.0, 0.0, decode_s))
+        trace.batch.decode_times += [layer_times(0.5, 1.0), layer_times(3.0, 4.0)]
+        trace.is_mixed = True
+        log.add(trace)
+        log.settle()
+    assert costs.observed == [("decoding", 1.0, 1.5), (DRAM_TIER, 1.0, 3.5), ("decoding", 1.5, 1.5)]
 
 
 def test_a_request_that_came_alone_tells_what_a_restore_takes_beyond_its_plan() -> None:
@@ -189,3 +205,17 @@ def test_forecasts_are_compared_with_what_restores_took() -> None:
     assert found["median_ratio"] == pytest.approx(1.05)
     assert found["error_p50"] == pytest.approx(0.1)
     assert found["error_p95"] == pytest.approx(0.4)
+
+
+def test_what_restores_have_taken_beyond_their_plans_is_part_of_the_next_forecast() -> None:
+    log, costs = make_log()
+    for end_s in (1.5, 3.0):
+        log.add(make_trace(Forecast(1.0, 2.0, 8.0, overhead_s=0.5), end_s=end_s))
+        log.settle()
+    assert log.accuracy()["median_ratio"] == pytest.approx((1.5 / 1.5 + 3.0 / 1.5) / 2)
+    assert log.as_list()[0]["requests"][0]["planned_s"] == 1.5
+    # And is learned as what is beyond the plan alone.
+    assert [each for each in costs.observed if each[0] == "overhead"] == [
+        ("overhead", 1.0, 1.5),
+        ("overhead", 1.0, 3.0),
+    ]

@@ -292,10 +292,13 @@ Part = tuple[TailReader[Decoder], torch.Tensor]
 
 class TailGroup(ABC):
     """Tails of one layer. ``fetch`` and then ``restore`` are called; a second ``fetch`` does nothing.
-    ``blocks`` name what must have been checked before ``fetch``.
+    ``blocks`` name what must have been checked before ``fetch``. ``is_decoded``: ``restore`` does more than
+    copy; ``decodes_early``: so does ``fetch``, on a GPU.
     """
 
     blocks: list[Any]
+    is_decoded: ClassVar[bool] = False
+    decodes_early: ClassVar[bool] = False
 
     @abstractmethod
     def fetch(self, device: Device) -> None:

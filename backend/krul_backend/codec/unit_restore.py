@@ -144,6 +144,8 @@ class UnitRestorer(Restorer["UnitDecoder"]):
 class _CodedUnit(TailGroup):
     """The tail of a segment whose layer is decoded alone, or with the other one of its pair."""
 
+    is_decoded = True
+
     def __init__(
         self, restorer: UnitRestorer, reader: TailReader[UnitDecoder], slots: torch.Tensor, layer: int
     ) -> None:

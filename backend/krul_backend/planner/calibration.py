@@ -36,7 +36,8 @@ DEFAULT_HALF_LIFE = 8.0
 
 _logger = logging.getLogger(__name__)
 
-_Numbers = dict[str, Annotated[float, Meta(ge=0)]]
+_Seconds = Annotated[float, Meta(ge=0)]
+_Numbers = dict[str, _Seconds]
 
 
 def fit_compute(samples: Sequence[tuple[int, int, float]]) -> ComputeCost:
@@ -62,10 +63,7 @@ def fit_compute(samples: Sequence[tuple[int, int, float]]) -> ComputeCost:
             "compute cost needs three shapes with two numbers of tokens"
         )
     tokens, past, seconds_ = np.array(samples, np.float64).T
-    launch_s, token_s, context_s = _fit(
-        [np.ones_like(tokens), tokens, tokens * (past + tokens / 2)], seconds_
-    )
-    return ComputeCost(launch_s, token_s, context_s)
+    return ComputeCost(*_fit([np.ones_like(tokens), tokens, tokens * (past + tokens / 2), past], seconds_))
 
 
 def fit_tier(samples: Sequence[tuple[float, float]]) -> TierCost:
@@ -93,14 +91,16 @@ def _fit(features: list[Floats], seconds: Floats) -> list[float]:
     """Non-negative factors of ``features`` that sum to ``seconds`` with the least squared relative error.
 
     The best such factors are the least-squares solution over those features whose factor is not zero, and
-    there are at most three features: all subsets are tried.
+    there are at most four features: all subsets are tried. A feature that is zero in all samples has none.
     """
     columns = np.stack(features, axis=1) / seconds[:, None]
     # Tokens and bytes differ by many powers of ten: equal sizes of the columns keep the solver exact.
     sizes = columns.max(axis=0)
+    usable = np.flatnonzero(sizes)
+    sizes = np.where(sizes > 0, sizes, 1.0)
     best, least_error = np.zeros(len(features)), math.inf
-    for num_used in range(1, len(features) + 1):
-        for used in itertools.combinations(range(len(features)), num_used):
+    for num_used in range(1, len(usable) + 1):
+        for used in itertools.combinations(usable, num_used):
             factors = np.zeros(len(features))
             factors[list(used)] = np.linalg.lstsq(
                 columns[:, used] / sizes[list(used)], np.ones_like(seconds), rcond=None
@@ -114,10 +114,10 @@ def _fit(features: list[Floats], seconds: Floats) -> list[float]:
 class OnlineCosts:
     """Costs that follow what restores take: a busy GPU or a slow disk shifts the next plan.
 
-    One factor each for heads, for the own forward and for each tier: the exponentially weighted mean of
-    ``measured / predicted``, on the logarithmic scale. Predictions are those made with ``current()``. An
-    observation is clipped to a factor of ``MAX_OBSERVED_RATIO`` either way, the whole to ``MAX_SCALE``; one
-    that is not a positive number teaches nothing. Safe to use from several threads.
+    One factor each for heads, for the own forward, for each tier and for decoding: the exponentially weighted
+    mean of ``measured / predicted``, on the logarithmic scale. Predictions are those made with ``current()``.
+    An observation is clipped to a factor of ``MAX_OBSERVED_RATIO`` either way, the whole to ``MAX_SCALE``;
+    one that is not a positive number teaches nothing. Safe to use from several threads.
 
     And the overhead of a restore: the mean of what restores took beyond their plans, weighted alike. While
     it keeps restores from happening nothing is learned of it, so it fades (``fade_overhead``) until one is
@@ -135,6 +135,7 @@ class OnlineCosts:
         self._lock = threading.Lock()
         self._head_log = 0.0
         self._own_log = 0.0
+        self._decode_log = 0.0
         self._tier_logs = dict.fromkeys(costs.tiers, 0.0)
         self._overhead_s = costs.overhead_s
         self._num_overheads = 0
@@ -148,6 +149,11 @@ class OnlineCosts:
         """The same of the request's own forward, without its waits."""
         with self._lock:
             self._own_log = self._moved(self._own_log, predicted_s, measured_s)
+
+    def observe_decoding(self, predicted_s: float, measured_s: float) -> None:
+        """The same of decoding what was loaded."""
+        with self._lock:
+            self._decode_log = self._moved(self._decode_log, predicted_s, measured_s)
 
     def observe_tier(self, tier: str, predicted_s: float, measured_s: float) -> None:
         """The same of copies from ``tier``. Raises RestoreError for a tier without costs."""
@@ -199,6 +205,7 @@ class OnlineCosts:
                 tiers=self._scaled_tiers(),
                 overhead_s=max(0.0, self._overhead_s),
                 serial_tiers=self._costs.serial_tiers,
+                decode_scale=math.exp(self._decode_log),
             )
 
     def _scaled_tiers(self) -> Mapping[str, TierCost]:
@@ -218,14 +225,23 @@ class OnlineCosts:
 
 
 def _scaled_compute(cost: ComputeCost, scale: float) -> ComputeCost:
-    return ComputeCost(scale * cost.launch_s, scale * cost.token_s, scale * cost.context_s)
+    return ComputeCost(**{name: scale * seconds for name, seconds in asdict(cost).items()})
+
+
+class _Compute(Struct, forbid_unknown_fields=True):
+    """The numbers of a ``ComputeCost``."""
+
+    launch_s: _Seconds
+    token_s: _Seconds
+    context_s: _Seconds
+    past_s: _Seconds
 
 
 class _Entry(Struct):
     """The costs of one model on one device; each set of numbers by the names of its dataclass."""
 
-    head: _Numbers
-    own: _Numbers
+    head: _Compute
+    own: _Compute
     tiers: dict[str, _Numbers]
 
 
@@ -247,7 +263,7 @@ def load_costs(path: Path, fingerprint: str, device: str) -> RestoreCosts | None
         if entry is None:
             return None
         tiers = {name: TierCost(**cost) for name, cost in entry.tiers.items()}
-        return RestoreCosts(ComputeCost(**entry.head), ComputeCost(**entry.own), tiers)
+        return RestoreCosts(_compute_cost(entry.head), _compute_cost(entry.own), tiers)
     except (RestoreError, TypeError, ValueError) as error:
         _logger.warning("costs are measured again, those in %s cannot be used: %s", path, error)
         return None
@@ -268,10 +284,15 @@ def save_costs(path: Path, fingerprint: str, device: str, costs: RestoreCosts) -
         _logger.warning("measured costs are not saved: %s", error)
         return
     tiers = {name: asdict(cost) for name, cost in costs.tiers.items()}
-    entry = msgspec.json.encode(_Entry(asdict(costs.head), asdict(costs.own), tiers))
+    head, own = (_Compute(**asdict(cost)) for cost in (costs.head, costs.own))
+    entry = msgspec.json.encode(_Entry(head, own, tiers))
     content = msgspec.json.encode(_File({**entries, _key(fingerprint, device): Raw(entry)}))
     with replacing(path) as file:
         file.write(msgspec.json.format(content, indent=2) + b"\n")
+
+
+def _compute_cost(numbers: _Compute) -> ComputeCost:
+    return ComputeCost(**msgspec.structs.asdict(numbers))
 
 
 def _key(fingerprint: str, device: str) -> str:

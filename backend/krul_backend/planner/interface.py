@@ -9,22 +9,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Seconds for one layer: ``launch_s + token_s * n + context_s * n * (p + n / 2)``.
+    """Seconds for one layer: ``launch_s + token_s * n + context_s * n * (p + n / 2) + past_s * p``.
 
     ``n`` tokens are computed after ``p`` that are in the pool: a token sees ``p`` and, on average, half of
-    the others. All three numbers are non-negative.
+    the others, and the KV of ``p`` is read, however few tokens there are. All numbers are non-negative.
     """
 
     launch_s: float
     token_s: float
     context_s: float
+    past_s: float = 0.0
 
     def layer_s(self, num_tokens: int, num_past: int) -> float:
         """Seconds for one layer; nothing for no tokens."""
         if num_tokens == 0:
             return 0.0
         context = num_tokens * (num_past + num_tokens / 2)
-        return self.launch_s + self.token_s * num_tokens + self.context_s * context
+        fixed_s = self.launch_s + self.past_s * num_past
+        return fixed_s + self.token_s * num_tokens + self.context_s * context
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,22 @@ class TierCost:
 
 
 @dataclass(frozen=True)
+class DecodeCost:
+    """Seconds to decode a layer: ``token_s`` for each token, ``segment_s`` for each segment with any, and
+    ``latency_s`` once for all segments of a restore."""
+
+    latency_s: float
+    token_s: float
+    segment_s: float = 0.0
+
+    def times(self, factor: float) -> DecodeCost:
+        return DecodeCost(factor * self.latency_s, factor * self.token_s, factor * self.segment_s)
+
+
+NO_DECODING = DecodeCost(0.0, 0.0)
+
+
+@dataclass(frozen=True)
 class RestoreCosts:
     """All that a plan depends on beside what is stored.
 
@@ -47,7 +65,8 @@ class RestoreCosts:
     forward, which computes the new tokens, and the whole prefix when nothing is restored. ``tiers``: by
     name. ``overhead_s``: seconds that a restore takes beyond its pipeline, whatever the plan: threads that
     start, streams that get in each other's way. ``serial_tiers``: on a CPU, tiers from which a load takes the
-    cores of the forward, which therefore waits until all of it has landed.
+    cores of the forward, which therefore waits until all of it has landed. ``decode_scale``: how many times
+    as long decoding takes as the runs say.
     """
 
     head: ComputeCost
@@ -55,23 +74,24 @@ class RestoreCosts:
     tiers: Mapping[str, TierCost]
     overhead_s: float = 0.0
     serial_tiers: tuple[str, ...] = ()
+    decode_scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class StoredRun:
     """Tokens ``[first_token, end_token)`` of a conversation as one segment stores them; absolute positions.
 
-    Per layer ``l``: ``layer_token_bytes[l]`` are the bytes of a token in its block, ``decode_token_s[l]`` the
-    seconds to decode a token of it into the pool, ``last_use[l] >= l`` the last layer that needs its block
-    (the other one of a pair, or itself), ``stored_from[l]`` in ``[first_token, end_token]`` the first token
-    from which the layer can be loaded; what is before it was left out when it was stored.
+    Per layer ``l``: ``layer_token_bytes[l]`` are the bytes of a token in its block, ``decode[l]`` what it
+    costs to decode into the pool, ``last_use[l] >= l`` the last layer that needs its block (the other one of
+    a pair, or itself), ``stored_from[l]`` in ``[first_token, end_token]`` the first token from which the
+    layer can be loaded; what is before it was left out when it was stored.
     """
 
     tier: str
     first_token: int
     end_token: int
     layer_token_bytes: tuple[float, ...]
-    decode_token_s: tuple[float, ...]
+    decode: tuple[DecodeCost, ...]
     last_use: tuple[int, ...]
     stored_from: tuple[int, ...]
 

@@ -99,8 +99,16 @@ class RestoreTiming:
         is_copied = (self.token_bytes > 0) & (self.end > self.first)[:, None]
         copy_s: Floats = np.where(is_copied, latency_s[:, None], 0.0)  # [R, L]
         token_s: Floats = self.token_bytes * byte_s[:, None]  # [R, L]
-        decode_s = _floats([run.decode_token_s for run in runs], shape)
-        self.load_parts = tuple(self._load_parts(copy_s, token_s, decode_s))
+        scale = problem.costs.decode_scale
+        once_s, segment_s, decode_s = (
+            scale * _floats([tuple(getattr(cost, name) for cost in run.decode) for run in runs], shape)
+            for name in ("latency_s", "segment_s", "token_s")
+        )
+        # The last segment that is decoded pays what is paid once.
+        is_last = (once_s[::-1] > 0).cumsum(axis=0)[::-1] == 1
+        self._decode_run_s: Floats = segment_s + np.where(is_last, once_s, 0.0)  # [R, L]
+        self._decode_token_s: Floats = decode_s  # [R, L]
+        self.load_parts = tuple(self._load_parts(copy_s, token_s))
 
         page = problem.page_size
         stored_from: Tokens = _tokens([run.stored_from for run in runs], shape)
@@ -122,7 +130,7 @@ class RestoreTiming:
         cost, past = self.problem.costs.head, self.problem.device_tokens
         tokens = (head_ends - past).astype(np.float64)
         time: Floats = tokens * (cost.token_s + cost.context_s * (past + tokens / 2))
-        time += np.where(tokens > 0, cost.launch_s, 0.0)
+        time += np.where(tokens > 0, cost.launch_s + cost.past_s * past, 0.0)
         return time
 
     def load_layer_s(self, head_ends: Tokens) -> Floats:
@@ -161,21 +169,26 @@ class RestoreTiming:
         end_s = self.evaluate(head_ends[None]).end_s[0]
         return RestorePlan(tuple(int(end) for end in head_ends), float(end_s))
 
-    def work_s(self, head_ends: Sequence[int]) -> tuple[float, float]:
-        """Seconds of all heads, and of all loads, for head ends [L]: each without waits for the other."""
+    def work_s(self, head_ends: Sequence[int]) -> tuple[float, float, float]:
+        """Seconds of all heads, of all loads, and of the decoding in these, for head ends [L]: each without
+        waits for the other."""
         ends = np.array([head_ends], np.int64)
-        return float(self.head_s(ends).sum()), float(self.load_layer_s(ends).sum())
+        # [R, L]: tokens that are decoded
+        tokens = (self.end[:, None] - np.maximum(ends, self.first[:, None])).clip(0)
+        decode_s = self._decode_token_s * tokens + np.where(tokens > 0, self._decode_run_s, 0.0)
+        return float(self.head_s(ends).sum()), float(self.load_layer_s(ends).sum()), float(decode_s.sum())
 
-    def _load_parts(self, copy_s: Floats, token_s: Floats, decode_s: Floats) -> Iterator[LoadPart]:
+    def _load_parts(self, copy_s: Floats, token_s: Floats) -> Iterator[LoadPart]:
         """A part for each way in which layers are paired; rows are decoded from their own layer's head on."""
         own = tuple(range(self.problem.num_layers))
         patterns = [run.last_use for run in self.problem.runs]
         for pattern in dict.fromkeys([*patterns, own]):
             is_in_part = np.array([each == pattern for each in patterns], np.bool_)[:, None]
             part_token_s = np.where(is_in_part, token_s, 0.0)
-            if pattern == own:
-                part_token_s += decode_s
             part_copy_s = np.where(is_in_part, copy_s, 0.0)
+            if pattern == own:
+                part_token_s += self._decode_token_s
+                part_copy_s += self._decode_run_s
             if part_token_s.any() or part_copy_s.any():
                 yield LoadPart(pattern, self.first, self.end, part_copy_s, part_token_s)
 

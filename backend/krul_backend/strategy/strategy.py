@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from krul_backend.errors import StrategyError
+from krul_backend.planner.interface import NO_DECODING, DecodeCost
 
 
 class Precision(Enum):
@@ -41,15 +42,18 @@ class LayerStrategy:
 
 
 class LayerCosts(Protocol):
-    """Seconds that decoding takes per token and layer, beyond what copying the bytes takes."""
+    """What decoding a layer takes, beyond what copying the bytes takes."""
 
-    def layer_s(self, precision: Precision) -> float:
+    def of(self, *, is_serial: bool) -> LayerCosts:
+        """Those of a restore whose forward waits for all of it, or of one that loads beside a forward."""
+
+    def layer(self, precision: Precision) -> DecodeCost:
         """Of a layer on its own."""
 
-    def paired_layer_s(self, precision: Precision) -> float:
+    def paired_layer(self, precision: Precision) -> DecodeCost:
         """Of a layer in a pair."""
 
-    def grouped_layer_s(self) -> float:
+    def grouped_layer(self) -> DecodeCost:
         """Of a layer in a group that shares a subspace."""
 
 
@@ -77,8 +81,8 @@ class StoredAs(ABC):
         return ()
 
     @abstractmethod
-    def decode_token_s(self, costs: LayerCosts) -> tuple[float, ...]:
-        """Seconds per token that decoding costs in each layer, ``[L]``."""
+    def decode_costs(self, costs: LayerCosts) -> tuple[DecodeCost, ...]:
+        """What decoding costs in each layer, ``[L]``."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +142,9 @@ class Strategy(StoredAs):
     def lossy_layers(self) -> tuple[bool, ...]:
         return tuple(layer != LayerStrategy() for layer in self.layers)
 
-    def decode_token_s(self, costs: LayerCosts) -> tuple[float, ...]:
+    def decode_costs(self, costs: LayerCosts) -> tuple[DecodeCost, ...]:
         return tuple(
-            costs.layer_s(layer.precision) if layer.partner is None else costs.paired_layer_s(layer.precision)
+            costs.layer(layer.precision) if layer.partner is None else costs.paired_layer(layer.precision)
             for layer in self.layers
         )
 
@@ -221,12 +225,14 @@ class LayerGroups(StoredAs):
         """All do."""
         return (True,) * self.ends[-1]
 
-    def decode_token_s(self, costs: LayerCosts) -> tuple[float, ...]:
+    def decode_costs(self, costs: LayerCosts) -> tuple[DecodeCost, ...]:
         """See ``StoredAs``. A group is decoded at once, from the head of its last layer on, which is the
         shortest. So that one is charged for all of them."""
-        layer_s = costs.grouped_layer_s()
+        of_layer = costs.grouped_layer()
         return tuple(
-            len(group) * layer_s if layer == group[-1] else 0.0 for group in self.groups for layer in group
+            of_layer.times(len(group)) if layer == group[-1] else NO_DECODING
+            for group in self.groups
+            for layer in group
         )
 
 

@@ -49,11 +49,14 @@ class LoadFailedError(KrulError):
 @dataclass(frozen=True)
 class Forecast:
     """Seconds that heads and loads of a restore should take, each without waiting for the other, and those
-    that computing all of it with the new tokens would take."""
+    that computing all of it with the new tokens would take. ``decode_s`` of those of loads is decoding.
+    ``overhead_s``: what restores have taken beyond their plans."""
 
     head_s: float
     load_s: float
     recompute_s: float
+    decode_s: float = 0.0
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +95,11 @@ class Load:
     plan: RestorePlan
     forecast: Forecast
     moved: MovedKeys | None = None
+
+    @property
+    def planned_s(self) -> float:
+        """Seconds after which its forward should end."""
+        return self.plan.end_s + self.forecast.overhead_s
 
     def parts(self) -> Iterator[tuple[SegmentReader, torch.Tensor]]:
         """Each segment, and the slots of its tokens."""
@@ -139,6 +147,7 @@ class LoadBatch:
         self.loads = loads
         self.clock = StreamClock(device)
         self.load_times: list[LayerTimes] = []
+        self.decode_times: list[LayerTimes] = []
         self.wait_times: dict[int, LayerTimes] = {}
         self.num_layers = num_layers
         self.lands_whole = lands_whole
@@ -176,6 +185,14 @@ class LoadBatch:
         with self._pool_lock:
             self._write_stream = self._device.current_stream()
             yield not self._is_abandoned
+
+    @contextmanager
+    def decoding(self, is_decoding: bool) -> Iterator[None]:
+        """Held while the loader decodes, if it does: what that takes is told apart from copying."""
+        begin = self.clock.mark() if is_decoding else None
+        yield
+        if begin is not None:
+            self.decode_times.append(LayerTimes(begin, self.clock.mark()))
 
     def landed(self, times: LayerTimes) -> None:
         """The next layer is in the pool, or, on a GPU, its copies are queued on the current stream."""

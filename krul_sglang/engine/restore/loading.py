@@ -263,12 +263,11 @@ class LayerWiseLoader:
                 before_layer(layer)
                 if layer == 0:
                     if not all(event.query() for event in free):
-                        self._stage(chain.from_iterable(groups), checks)
+                        self._stage(batch, chain.from_iterable(groups), parts, checks)
                     for event in free:
                         self._device.wait_for(event)
-                if not self._load_layer(batch, groups.popleft(), checks) or not self._rotate_keys(
-                    batch, layer
-                ):
+                is_loaded = self._load_layer(batch, groups.popleft(), parts, checks)
+                if not is_loaded or not self._rotate_keys(batch, layer):
                     return False
                 if layer == self._pool.num_layers - 1:
                     # The check waits for what was decoded, and that for the forward before.
@@ -315,23 +314,33 @@ class LayerWiseLoader:
             for reader, source in zip(load.readers, fetched, strict=True):
                 reader.take_blocks_of(source)
 
-    def _stage(self, groups: Iterable[TailGroup], checks: BlockChecks) -> None:
+    def _stage(
+        self, batch: LoadBatch, groups: Iterable[TailGroup], parts: Sequence[Part], checks: BlockChecks
+    ) -> None:
         """Upload what has been checked, as far as it may lie on the device before it is written."""
         num_bytes = 0
         for group in groups:
             num_bytes += sum(block.num_bytes for block in group.blocks)
             if num_bytes > MAX_STAGED_BYTES or not checks.are_done(group.blocks):
                 return
-            group.fetch(self._device)
+            self._fetch(batch, group, parts)
 
-    def _load_layer(self, batch: LoadBatch, groups: Sequence[TailGroup], checks: BlockChecks) -> bool:
+    def _fetch(self, batch: LoadBatch, group: TailGroup, parts: Sequence[Part]) -> None:
+        """Copy a group to the device. A block that several layers need passes the link once."""
+        num_before = _num_read(parts)
+        with batch.decoding(group.decodes_early):
+            group.fetch(self._device)
+        if self._link is not None:
+            self._link.carry(_num_read(parts) - num_before)
+
+    def _load_layer(
+        self, batch: LoadBatch, groups: Sequence[TailGroup], parts: Sequence[Part], checks: BlockChecks
+    ) -> bool:
         """Group after group, so that the device never holds the blocks of several; False if given up."""
         for group in groups:
             checks.wait(group.blocks)
-            group.fetch(self._device)
-            if self._link is not None:
-                self._link.carry(sum(block.num_bytes for block in group.blocks))
-            with batch.writing() as is_wanted:
+            self._fetch(batch, group, parts)
+            with batch.writing() as is_wanted, batch.decoding(group.is_decoded):
                 if not is_wanted:
                     return False
                 group.restore(self._pool)
@@ -351,7 +360,12 @@ class LayerWiseLoader:
         self.counters.requests += len(loads)
         self.counters.tokens += sum(len(load.slots) for load in loads)
         self.counters.dram_tokens += sum(len(load.slots) for load in loads if load.lease.is_in_dram)
-        self.counters.num_bytes += sum(reader.num_bytes for load in loads for reader in load.readers)
+        self.counters.num_bytes += sum(_num_read(load.parts()) for load in loads)
+
+
+def _num_read(parts: Iterable[Part]) -> int:
+    """Bytes that were read of these segments so far."""
+    return sum(reader.num_bytes for reader, _ in parts)
 
 
 def _any_decoded(loads: Sequence[Load]) -> bool:

@@ -17,7 +17,15 @@ from krul_backend.codec.subspace.held_bases import AwaitedBasesError
 from krul_backend.errors import CodecError
 from krul_backend.memory import is_out_of_memory
 from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.interface import RestorePlan, RestorePlanner, RestoreProblem, StoredRun, TierCost
+from krul_backend.planner.interface import (
+    NO_DECODING,
+    DecodeCost,
+    RestorePlan,
+    RestorePlanner,
+    RestoreProblem,
+    StoredRun,
+    TierCost,
+)
 from krul_backend.planner.timing import RestoreTiming
 from krul_backend.strategy.strategy import LayerCosts, Precision
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease
@@ -36,32 +44,39 @@ PAIR_FACTOR = 2.0
 
 
 class DecodeCosts(LayerCosts):
-    """Tells what decoding costs: seconds per token and layer, beyond what copying the bytes costs.
+    """Tells what decoding costs, beyond what copying the bytes costs.
 
-    ``single_s``: of layers on their own, by precision; ``pair_s``: of layers in a pair; ``group_s``: of
-    layers in a group that shares a subspace, None if it was not measured, which counts as nothing. A
-    precision that was not measured takes the cost of one that was.
+    ``single``: of a layer on its own, by precision; ``pair``: of a layer in a pair. ``group``: of a layer in
+    a group that shares a subspace, None if it was not measured, which counts as nothing. A precision that was
+    not measured takes the cost of one that was. ``serial``: of loads that the forward waits for, whose
+    decoders have all cores; None if these cost the same.
     """
 
     def __init__(
         self,
-        single_s: Mapping[Precision, float],
-        pair_s: Mapping[Precision, float],
-        group_s: float | None = None,
+        single: Mapping[Precision, DecodeCost],
+        pair: Mapping[Precision, DecodeCost],
+        group: DecodeCost | None = None,
+        serial: DecodeCosts | None = None,
     ) -> None:
-        self.single_s = dict(single_s)
-        self.pair_s = dict(pair_s)
-        self.group_s = group_s
+        self.single = dict(single)
+        self.pair = dict(pair)
+        self.group = group
+        self.serial = serial
 
-    def layer_s(self, precision: Precision) -> float:
-        return self.single_s.get(precision, max(self.single_s.values(), default=0.0))
+    def of(self, *, is_serial: bool) -> DecodeCosts:
+        return self.serial if is_serial and self.serial is not None else self
 
-    def paired_layer_s(self, precision: Precision) -> float:
-        measured = self.pair_s.get(precision)
-        return PAIR_FACTOR * self.layer_s(precision) if measured is None else measured
+    def layer(self, precision: Precision) -> DecodeCost:
+        slowest = max(self.single.values(), key=lambda cost: cost.token_s, default=NO_DECODING)
+        return self.single.get(precision, slowest)
 
-    def grouped_layer_s(self) -> float:
-        return self.group_s or 0.0
+    def paired_layer(self, precision: Precision) -> DecodeCost:
+        measured = self.pair.get(precision)
+        return self.layer(precision).times(PAIR_FACTOR) if measured is None else measured
+
+    def grouped_layer(self) -> DecodeCost:
+        return self.group or NO_DECODING
 
 
 @dataclass(frozen=True)
@@ -193,7 +208,7 @@ class RestorePlanning:
             self._batch_compute_s = problem.recompute_s
             return None
         head_tokens = plan.head_ends[0] - device_tokens
-        head_s, load_s = RestoreTiming(problem).work_s(plan.head_ends)
+        head_s, load_s, decode_s = RestoreTiming(problem).work_s(plan.head_ends)
         recompute_s = problem.recompute_s - self._batch_compute_s
         self._batch_head_tokens += head_tokens
         self._batch_compute_s += head_s + problem.num_layers * problem.own_layer_s
@@ -204,7 +219,8 @@ class RestorePlanning:
             self.counters.moved_tokens += total_tokens - plan.head_ends[-1]
         self.counters.head_tokens += head_tokens
         self.counters.prefix_tokens += total_tokens - device_tokens
-        return PlannedRestore(plan, Forecast(head_s, load_s, recompute_s))
+        forecast = Forecast(head_s, load_s, recompute_s, decode_s, problem.costs.overhead_s)
+        return PlannedRestore(plan, forecast)
 
     def start_batch(self) -> None:
         """Begin another batch: what was planned so far runs now."""
@@ -228,7 +244,10 @@ class RestorePlanning:
         tiers = {reader.source.tier for reader in readers}
         if tiers != {DRAM_TIER}:
             self._ask_tiers()
-        return tuple(self._run(reader) for reader in readers) if tiers <= self._known_tiers else None
+        if not tiers <= self._known_tiers:
+            return None
+        decode_costs = self._decode_costs.of(is_serial=tiers <= {*self.costs.current().serial_tiers})
+        return tuple(self._run(reader, decode_costs) for reader in readers)
 
     def _ask_tiers(self) -> None:
         now_s = time.monotonic()
@@ -239,7 +258,7 @@ class RestorePlanning:
             self.costs.set_tier(tier, cost, through=DRAM_TIER)
             self._known_tiers |= {tier}
 
-    def _run(self, reader: SegmentReader) -> StoredRun:
+    def _run(self, reader: SegmentReader, decode_costs: DecodeCosts) -> StoredRun:
         header, decoder = reader.source.header, reader.decoder
         first_token, end_token = reader.first_token, reader.end_token
         # A block is read to its end: of a segment that goes on otherwise, more than is wanted.
@@ -250,7 +269,7 @@ class RestorePlanning:
             first_token=first_token,
             end_token=end_token,
             layer_token_bytes=tuple(num_bytes * read_share for num_bytes in decoder.layer_num_bytes),
-            decode_token_s=decoder.stored_as.decode_token_s(self._decode_costs),
+            decode=decoder.stored_as.decode_costs(decode_costs),
             last_use=decoder.last_use,
             stored_from=tuple(
                 min(max(first_token, token + reader.shift), end_token)

@@ -77,7 +77,7 @@ class RestoreTrace:
                     "restored_tokens": len(load.slots),
                     "head_ends": list(load.plan.head_ends),
                     "tiers": sorted({reader.source.tier for reader in load.readers}),
-                    "planned_s": load.plan.end_s,
+                    "planned_s": load.planned_s,
                 }
                 for rid, load in self.batch.loads.items()
             ],
@@ -94,7 +94,7 @@ class TraceLog:
     """Keeps the last restores of one rank, and corrects the costs by each when its times are known.
 
     The cost of the engine's own forward is taken from prefills that restore nothing: that is what a restore
-    competes with. A load with a part in a lower tier corrects the cost of that tier alone.
+    competes with. A load with a part in a lower tier corrects the cost of that tier and of decoding.
     """
 
     def __init__(self, costs: OnlineCosts, num_layers: int) -> None:
@@ -128,7 +128,7 @@ class TraceLog:
             if not trace.batch.is_abandoned:
                 self._learn(trace)
                 if not trace.is_mixed:
-                    planned_s = max(load.plan.end_s for load in trace.batch.loads.values())
+                    planned_s = max(load.planned_s for load in trace.batch.loads.values())
                     assert trace.end is not None
                     self._ratios.append(_seconds(trace.end)[0] / planned_s)
 
@@ -153,9 +153,15 @@ class TraceLog:
         if head_s > 0 and (heads := trace.heads()):
             self._costs.observe_head(head_s, _total_s(heads))
         load_s = sum(load.forecast.load_s for load in loads)
+        decode_s = sum(load.forecast.decode_s for load in loads)
         tiers = {reader.source.tier for load in loads for reader in load.readers} - {DRAM_TIER}
         if load_s > 0 and (parts := trace.loads()) and len(tiers) <= 1:
-            self._costs.observe_tier(next(iter(tiers), DRAM_TIER), load_s, _total_s(parts))
+            decoded_s = _total_s(_parts(enumerate(trace.batch.decode_times)))
+            self._costs.observe_decoding(decode_s, decoded_s)
+            # Blocks that are decoded may come to the device as a part of that.
+            if load_s >= 2 * decode_s:
+                tier = next(iter(tiers), DRAM_TIER)
+                self._costs.observe_tier(tier, load_s - decode_s, _total_s(parts) - decoded_s)
         # Plans are made as if each request came alone.
         if len(loads) == 1 and not trace.is_mixed and not tiers:
             assert trace.end is not None

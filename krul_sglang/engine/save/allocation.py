@@ -59,19 +59,21 @@ class SpaceAllocation:
         With several ranks each asks once for every turn, also one that has no room for it, with the same
         kind of encoding, and gets the first rank's answer.
         """
+        costs = self._costs.current()
+        decode_costs = self._decode_costs.of(is_serial=DRAM_TIER in costs.serial_tiers)
         run = StoredRun(
             tier=DRAM_TIER,
             first_token=0,
             end_token=num_tokens,
             layer_token_bytes=encoding.layer_token_bytes,
-            decode_token_s=encoding.stored_as.decode_token_s(self._decode_costs),
+            decode=encoding.stored_as.decode_costs(decode_costs),
             last_use=encoding.last_use,
             stored_from=(0,) * len(encoding.last_use),
         )
         heads = allocate(
             self._planner,
             run,
-            self._costs.current(),
+            costs,
             self._page_size,
             EXPECTED_NEW_TOKENS,
             self._max_head_tokens,

@@ -200,6 +200,8 @@ def _num_pool_bytes(part: Part[SubspaceDecoder]) -> int:
 class _CodedGroups(TailGroup):
     """Tails in the same bases, which are decoded together. Later layers of a group have nothing to do."""
 
+    is_decoded = decodes_early = True
+
     def __init__(
         self, restorer: SubspaceRestorer, parts: Sequence[Part[SubspaceDecoder]], layer: int
     ) -> None:
