@@ -360,7 +360,11 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """The radix cache behind ``--radix-cache-backend krul``."""
 
     linker: KrulLinkerWrapper
-    capture: QueryCapture | None = None
+
+    def __init__(self, params: Any, capture: QueryCapture | None) -> None:
+        """``capture`` records attention of requests; None if nothing is recorded."""
+        super().__init__(params)
+        self.capture = capture
 
     def init_cache_linker(self, cache_linker: KrulLinker) -> None:
         self.linker = KrulLinkerWrapper(self, cache_linker)

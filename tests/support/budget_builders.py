@@ -21,6 +21,7 @@ from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.loading import LayerWiseLoader
+from krul_sglang.engine.save.allocation import SpaceAllocation
 from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
 from krul_sglang.engine.save.strategy_choice import Decision
 from krul_sglang.engine.save.turn import StoredPath, Turn
@@ -84,7 +85,8 @@ class BudgetedServer:
         self.provenance = KvProvenance(NUM_SLOTS, self.pool.streams, self.loader.batch)
         self.subspace = SubspaceCodec(BASES, ROTARY)
         self.bases = ServedBases(TextDrift("m", 0))
-        self.codec = ModelCodecs(SHAPE, NUM_LAYERS, ROTARY)
+        self.may_come: Callable[[str], bool] = lambda digest: False
+        self.codec = ModelCodecs(SHAPE, NUM_LAYERS, ROTARY, may_come=lambda digest: self.may_come(digest))
         if has_bases:
             self.learn()
         self.model = ServedModel(MODEL)
@@ -99,7 +101,7 @@ class BudgetedServer:
 
     def learn(self) -> None:
         """The bases are there."""
-        self.codec.bases.add(self.subspace)
+        self.codec.add_bases(self.subspace)
         self.bases.have(self.subspace, "learned")
 
     def make_budget(self, limit: float) -> ErrorBudget:
@@ -124,6 +126,11 @@ class BudgetedServer:
         """Store turns from here on as this decision says, in segments of at most so many bytes per layer."""
         self.offloader.close()
         self.offloader = self._make_offloader(decision, max_layer_bytes, keeps_copies=keeps_copies)
+
+    def allocate_by(self, allocation: SpaceAllocation) -> None:
+        """Leave out of turns what this allocation says, from here on."""
+        self.offloader.close()
+        self.offloader = self._make_offloader(self.budget, MAX_LAYER_BYTES, allocation=allocation)
 
     def close(self) -> None:
         self.offloader.close()
@@ -220,7 +227,12 @@ class BudgetedServer:
         self.provenance.after_forward(batch)
 
     def _make_offloader(
-        self, decision: Decision, max_layer_bytes: int, *, keeps_copies: bool = False
+        self,
+        decision: Decision,
+        max_layer_bytes: int,
+        *,
+        keeps_copies: bool = False,
+        allocation: SpaceAllocation | None = None,
     ) -> TurnOffloader:
         return TurnOffloader(
             self.store,
@@ -228,6 +240,7 @@ class BudgetedServer:
             self.pool,
             self.codec,
             decision,
+            allocation=allocation,
             max_layer_bytes=max_layer_bytes,
             keeps_copies=keeps_copies,
         )

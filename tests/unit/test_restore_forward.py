@@ -138,7 +138,9 @@ class Rig:
     ) -> None:
         self.log: list[str] = []
         self.before_forward: Callable[[], None] = lambda: None
-        self.batch = LoadBatch(loads, NUM_LAYERS, Device(torch.device("cpu")), patience_s)
+        self.batch = LoadBatch(
+            loads, NUM_LAYERS, Device(torch.device("cpu")), patience_s, agreement=agreement
+        )
         self.batch.begun()
         self.heads = FakeHeads(self.log)
         self.prefill = FakePrefill(self.log)

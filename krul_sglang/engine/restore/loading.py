@@ -18,6 +18,7 @@ import torch
 from krul_backend.codec.interface import TailGroup
 from krul_backend.errors import KrulError
 from krul_backend.store.interface import KVStore
+from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
@@ -90,7 +91,7 @@ class LayerWiseLoader:
     A load owns its lease, which is released when the load has ended or failed. Segments in a
     lower tier are fetched while the first layers are copied. If a part of a load does not come, the segments
     before it are loaded all the same, so that only the rest has to be computed.
-    ``patience_s``: see ``LoadBatch``. ``link``: slows loads down.
+    ``patience_s``, ``agreement``: see ``LoadBatch``. ``link``: slows loads down.
     ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
     raises fails the batch.
     """
@@ -102,6 +103,7 @@ class LayerWiseLoader:
         gate: TransferGate,
         patience_s: float | None = None,
         link: Link | None = None,
+        agreement: RankAgreement | None = None,
         before_layer: Callable[[int, int], None] = lambda index, layer: None,
     ) -> None:
         self.counters = LoadCounters()
@@ -111,6 +113,7 @@ class LayerWiseLoader:
         self._gate = gate
         self._patience_s = patience_s
         self._link = link
+        self._agreement = agreement
         self._before_layer = before_layer
         self._running: dict[int, Future[None]] = {}
         self._next_index = 0
@@ -136,6 +139,7 @@ class LayerWiseLoader:
             lands_whole=self._device.shares_cores
             and self._link is None
             and all(load.lease.is_in_dram for load in loads.values()),
+            agreement=self._agreement,
         )
         self.counter.batches[index] = batch
         self._running[index] = self._worker.submit(self._run, index, batch, ready)

@@ -91,7 +91,6 @@ class RestoreForward:
             return self._prefill(schedule_batch, forward)
         prefixes = list(self._prefixes(schedule_batch, batch))
         trace = RestoreTrace(batch, is_mixed=len(prefixes) < len(schedule_batch.reqs))
-        batch.agreement = self._agreement
         # Models that write KV themselves ask SGLang's pool for its buffers: heads wait for no load.
         self._loader.counter.set_consumer(_NO_CONSUMER)
         has_failed = has_heads = False

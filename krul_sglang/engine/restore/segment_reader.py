@@ -22,11 +22,17 @@ class SegmentReader:
 
     ``source`` is what was leased, ``num_tokens`` how many of its tokens are wanted, from the first one on.
     ``shift``: how many tokens later they are in this conversation than in the one that they were stored for;
-    keys are restored as they were stored. ``num_bytes`` were read so far.
+    keys are restored as they were stored. ``fetched`` has the blocks, if it is not ``source``: see
+    ``take_blocks_of``. ``num_bytes`` were read so far.
     """
 
     def __init__(
-        self, source: SegmentSlice, decoder: SegmentDecoder, num_tokens: int, shift: int = 0
+        self,
+        source: SegmentSlice,
+        decoder: SegmentDecoder,
+        num_tokens: int,
+        shift: int = 0,
+        fetched: SegmentSlice | None = None,
     ) -> None:
         header = source.header
         self.shift = shift
@@ -38,7 +44,7 @@ class SegmentReader:
         self._row = source.first_page * header.page_size
         self.end_row = self._row + num_tokens
         self._first_rows: list[int] = []
-        self._fetched = source
+        self._fetched = source if fetched is None else fetched
 
     @property
     def first_token(self) -> int:
@@ -80,8 +86,7 @@ class SegmentReader:
             status is not None and not all(status.has_landed(layer) for layer in layers)
         ):
             return None
-        reader = SegmentReader(self.source, self.decoder, self.num_tokens, self.shift)
-        reader._fetched = self._fetched
+        reader = SegmentReader(self.source, self.decoder, self.num_tokens, self.shift, self._fetched)
         reader.begin(head_ends)
         return reader
 
