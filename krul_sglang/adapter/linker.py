@@ -47,10 +47,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         forward_stream: Any = None,
     ) -> None:
         """Called by SGLang's linker factory; ``params`` carry the ``KrulRuntime`` of this rank."""
-        runtime = KrulRuntime.of(params)
-        engine = runtime.engine
+        engine = KrulRuntime.of(params).engine
+        setup = engine.setup
         self.steps = StepTimes()
-        self.model = engine.model
+        self.model = setup.model
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self.asking = engine.asking
@@ -61,11 +61,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.returning = engine.returning
         self.runs = engine.runs
         self.request_hints = RequestHints()
-        self._connection = engine.connection
-        self._agreement = engine.agreement
-        self._store = engine.connection.store
-        self._capture = runtime.capture
-        self._bases = engine.bases
+        self._connection = setup.connection
+        self._agreement = setup.restore_agreement
+        self._store = setup.connection.store
+        self._capture = setup.capture
+        self._bases = setup.bases
         self._budget = engine.budget
         self._decision = engine.decision
         # Nothing that serves requests waits for statistics: those of a prompt daemon are those of now.

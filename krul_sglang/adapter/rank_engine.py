@@ -98,14 +98,11 @@ class RankEngine:
     """What one rank saves and restores with. ``provenance`` and ``budget`` are None unless turns are stored
     within an error budget (``provenance`` is there for moved runs, too), ``runs`` if none are moved."""
 
-    model: ServedModel
-    connection: StoreConnection
-    agreement: RankAgreement
+    setup: RankSetup
     asking: AskingThread
     loader: LayerWiseLoader
     returning: ReturningRequests
     restore_path: RestorePath
-    bases: ServedBases | None
     provenance: KvProvenance | None
     budget: ErrorBudget | None
     decision: Decision
@@ -215,14 +212,11 @@ def build_engine(setup: RankSetup, measured: MeasuredRank) -> RankEngine:
         model.identity.name,
     )
     return RankEngine(
-        model,
-        setup.connection,
-        setup.restore_agreement,
+        setup,
         asking,
         loader,
         returning,
         restore_path,
-        setup.bases,
         provenance,
         budget,
         decision,

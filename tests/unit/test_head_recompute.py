@@ -255,16 +255,15 @@ def proven(
         dtype=torch.float32,
         device="cpu",
     )
-    runtime: Any = SimpleNamespace(
+    setup: Any = SimpleNamespace(
         model_runner=runner,
         pool=rig.pool,
-        cache=None,
         capture=None,
         config=SimpleNamespace(planner=planner),
         restore_agreement=OtherRank(other_rank),
         model=SimpleNamespace(identity=SimpleNamespace(tp_rank=tp_rank)),
     )
-    return attach._proven_heads(runtime)
+    return attach._proven_heads(setup, None)
 
 
 def fail(error: Exception) -> Callable[[], object]:
