@@ -93,11 +93,11 @@ class Load:
     forecast: Forecast
     moved: MovedKeys | None = None
 
-    def parts(self) -> Iterator[tuple[SegmentReader, torch.Tensor]]:
-        """Each segment, and the slots of its tokens."""
+    def begin(self) -> None:
+        """Say to the readers what they read, and where it goes."""
         for reader in self.readers:
             first = reader.first_token - self.device_tokens
-            yield reader, self.slots[first : first + reader.num_tokens]
+            reader.begin(self.plan.head_ends, self.slots[first : first + reader.num_tokens])
 
     def tail_slots(self, layer: int) -> torch.Tensor:
         """The slots of what is loaded in a layer."""

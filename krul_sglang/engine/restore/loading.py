@@ -23,7 +23,8 @@ from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
 from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
-from krul_sglang.engine.restore.tail_groups import Part, TailGroups
+from krul_sglang.engine.restore.segment_reader import SegmentReader
+from krul_sglang.engine.restore.tail_groups import TailGroups
 
 logger = logging.getLogger(__name__)
 
@@ -233,18 +234,18 @@ class LayerWiseLoader:
             for load in loads:
                 self._begin(load)
             batch.begun()
-            parts = [part for load in loads for part in load.parts()]
+            readers = [reader for load in loads for reader in load.readers]
             before_layer = partial(self._before_layer, index)
             # What a CPU was told to do is done.
             free = () if self._device.shares_cores else ready[1:]
-            if not self._copy(batch, parts, batch.landed, before_layer, free):
+            if not self._copy(batch, readers, batch.landed, before_layer, free):
                 return
         self._count(loads)
 
     def _copy(
         self,
         batch: LoadBatch,
-        parts: Sequence[Part],
+        readers: Sequence[SegmentReader],
         landed: Callable[[LayerTimes], None],
         before_layer: Callable[[int], None] = lambda layer: None,
         free: Sequence[Any] = (),
@@ -252,7 +253,7 @@ class LayerWiseLoader:
         """Copy all layers of these segments, and say of each layer when it has ``landed``; False if the batch
         was abandoned. The slots may be written after the events ``free``."""
         checks = BlockChecks(self._device, batch.deadline_s, self._store.report_damage)
-        tails, groups = TailGroups(parts, self._device), deque[list[TailGroup]]()
+        tails, groups = TailGroups(readers, self._device), deque[list[TailGroup]]()
         num_announced = 0
         # Closed before a failure is reported: recomputing may need the memory.
         with closing(checks), closing(tails):
@@ -290,29 +291,28 @@ class LayerWiseLoader:
     def _salvage(self, batch: LoadBatch, error: Exception) -> dict[str, int]:
         """Load the segments before those that have not come; returns how many tokens of each request they
         complete. Nothing if memory ran out, or on any other error."""
-        parts, salvaged = list[Part](), dict[str, int]()
+        readers, salvaged = list[SegmentReader](), dict[str, int]()
         damaged_id = error.segment_id if isinstance(error, DamagedBlockError) else None
         try:
             if not isinstance(error, KrulError) or batch.is_abandoned:
                 return {}
             for rid, load in batch.loads.items():
                 # Rotated keys would be rotated twice.
-                for reader, slots in load.parts() if load.moved is None else ():
+                for reader in load.readers if load.moved is None else ():
                     again = reader.again(load.plan.head_ends)
                     if again is None or again.block(0).source.segment_id == damaged_id:
                         break
-                    parts.append((again, slots))
+                    readers.append(again)
                     salvaged[rid] = again.end_token - load.device_tokens
             with self._device.working_on(self._stream):
-                return salvaged if parts and self._copy(batch, parts, lambda times: None) else {}
+                return salvaged if readers and self._copy(batch, readers, lambda times: None) else {}
         except Exception as again_failed:
             logger.info("krul: nothing of a failed load can be used: %s", again_failed)
             return {}
 
     def _begin(self, load: Load) -> None:
         """Make a load's readers ready; what is in a lower tier is on its way from here on."""
-        for reader in load.readers:
-            reader.begin(load.plan.head_ends)
+        load.begin()
         if not load.lease.is_in_dram:
             # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
             fetched = self._store.fetch(load.lease, [reader.tail() for reader in load.readers])

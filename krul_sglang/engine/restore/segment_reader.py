@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from krul_backend.codec.interface import SegmentDecoder
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.errors import CodecError, TierReadError
@@ -14,8 +16,9 @@ from krul_sglang.engine.restore.block_checks import LayerBlock
 class SegmentReader:
     """Reads tokens ``[first_token, end_token)`` of a conversation from one leased segment.
 
-    The planner asks it about the segment. If the plan loads, ``begin`` follows, and then ``TailGroups`` reads
-    each layer in ascending order. Positions are absolute::
+    The planner asks it about the segment. If the plan loads, ``begin`` says from where on each layer is read,
+    and the ``slots`` of all these tokens (int64 ``[num_tokens]``). Then ``TailGroups`` reads each layer in
+    ascending order. Positions are absolute::
 
         [first_token, head_ends[l])   not read in layer l
         [head_ends[l], end_token)     read, decoded and written to their slots
@@ -44,6 +47,7 @@ class SegmentReader:
         self._row = source.first_page * header.page_size
         self.end_row = self._row + num_tokens
         self._first_rows: list[int] = []
+        self.slots = torch.arange(0)
         self._fetched = source if fetched is None else fetched
 
     @property
@@ -54,8 +58,9 @@ class SegmentReader:
     def end_token(self) -> int:
         return self.first_token + self.num_tokens
 
-    def begin(self, head_ends: Sequence[int]) -> None:
-        """Say from where on each layer is read."""
+    def begin(self, head_ends: Sequence[int], slots: torch.Tensor) -> None:
+        """Say what is read, and where it goes."""
+        self.slots = slots
         start_token = self.source.header.start_token + self.shift
         # The end if a layer has no tail.
         self._first_rows = [min(max(end - start_token, self._row), self.end_row) for end in head_ends]
@@ -87,7 +92,7 @@ class SegmentReader:
         ):
             return None
         reader = SegmentReader(self.source, self.decoder, self.num_tokens, self.shift, self._fetched)
-        reader.begin(head_ends)
+        reader.begin(head_ends, self.slots)
         return reader
 
     def has_tail(self, layer: int) -> bool:
