@@ -31,8 +31,7 @@ from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode
 COSTS_FILE = "restore-costs.json"
 _DEFAULT_CHUNK_TOKENS = 8192
 WHOLE_LOADS = "full-load"
-PLANNERS_WITHOUT_HEADS = (WHOLE_LOADS, "full-recompute")
-"""The first one serves models whose heads cannot be recomputed, instead of any planner but these."""
+"""The planner of models whose heads cannot be recomputed."""
 
 TURNS_PER_REQUEST = 4
 """Turns that may be recorded at a time, for each request that may run: those that ended wait to be stored,
@@ -139,7 +138,7 @@ def _proven_heads(
     if not failures:
         return heads, proof, RestoreMode(config.planner, "as configured")
     why = f"heads of {type(runner.model).__name__} cannot be recomputed: {' '.join(failures[0].split())}"
-    mode = RestoreMode(config.planner if config.planner in PLANNERS_WITHOUT_HEADS else WHOLE_LOADS, why)
+    mode = RestoreMode(WHOLE_LOADS, why)
     if setup.model.identity.tp_rank == 0:
         logger.warning(
             'krul: %s. So planner = "%s" serves: stored prefixes are loaded whole or not at all, and what '

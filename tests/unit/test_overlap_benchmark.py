@@ -15,8 +15,10 @@ from benchmarks.overlap import (
     overlap_summary,
     overlap_tables,
 )
+from benchmarks.planners import COMPARED
 from benchmarks.serving.configuration import ServingBenchmarkError
 from benchmarks.tables import RESULTS
+from krul_backend.planner.planners import PLANNERS
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.traced_restore import TracedRestore
@@ -111,5 +113,7 @@ def test_settings_name_a_tier_and_a_rate() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_options_of_each_method_are_krul_s(method: str) -> None:
+def test_the_options_of_each_method_are_krul_s(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, planner in COMPARED.items():
+        monkeypatch.setitem(PLANNERS, name, planner)
     assert KrulConfig.from_mapping({"link_mbs": 40.0, **METHODS[method]}, method).link_mbs == 40
