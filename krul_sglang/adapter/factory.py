@@ -99,7 +99,7 @@ def build_cache(ctx: Any) -> Any:
     from krul_sglang.adapter.kv_pool import open_pool
     from krul_sglang.adapter.model_bases import BasesFile
     from krul_sglang.adapter.radix_cache import KrulRadixCache
-    from krul_sglang.adapter.rank_engine import RankSetup, build_engine
+    from krul_sglang.adapter.rank_engine import RankEngine, RankSetup
     from krul_sglang.adapter.start_proof import read_rotary_table
     from krul_sglang.engine.budget.shared_bases import SharedBases
     from krul_sglang.engine.common.agreement import RankAgreement
@@ -207,7 +207,7 @@ def build_cache(ctx: Any) -> Any:
     def make_cache(params: Any) -> KrulRadixCache:
         """SGLang makes the linker next, which needs what is measured with the cache."""
         cache = KrulRadixCache(params, runtime.capture)
-        runtime.engine = build_engine(setup, measure(setup, cache))
+        runtime.engine = RankEngine(setup, measure(setup, cache))
         return cache
 
     # The linker is made by SGLang, which hands on nothing of ours but these parameters.

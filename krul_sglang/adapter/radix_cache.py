@@ -96,9 +96,6 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     _probe_candidate: _ProbeCandidate | None = None
     _stored_ends: tuple[_PathEnd, ...] = ()
 
-    def __init__(self, cache: KrulRadixCache, cache_linker: KrulLinker) -> None:
-        super().__init__(cache, cache_linker)
-
     def look_ahead(self, queue: Iterable[Any]) -> None:
         """Look up the requests that wait next, so that what is stored of them is in DRAM in time.
 

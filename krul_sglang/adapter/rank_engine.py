@@ -93,137 +93,114 @@ class MeasuredRank:
     add_bases: Callable[[SubspaceCodec, bool], None]
 
 
-@dataclass(frozen=True, eq=False)
 class RankEngine:
-    """What one rank saves and restores with. ``provenance`` and ``budget`` are None unless turns are stored
-    within an error budget (``provenance`` is there for moved runs, too), ``runs`` if none are moved."""
+    """Holds what one rank saves and restores with. Every rank makes it at the same point of its start.
 
-    setup: RankSetup
-    asking: AskingThread
-    loader: LayerWiseLoader
-    returning: ReturningRequests
-    restore_path: RestorePath
-    provenance: KvProvenance | None
-    budget: ErrorBudget | None
-    decision: Decision
-    runs: RunIndex | None
-    offloader: TurnOffloader
-    add_bases: Callable[[SubspaceCodec, bool], None]
+    ``provenance`` and ``budget`` are None unless turns are stored within an error budget (``provenance`` is
+    there for moved runs, too), ``runs`` if none are moved.
+    """
 
-
-def build_engine(setup: RankSetup, measured: MeasuredRank) -> RankEngine:
-    """Called by every rank at the same point of its start."""
-    config, pool, model, store = setup.config, setup.pool, setup.model, setup.connection.store
-    page_size = model.identity.page_size
-    # What another server has stored without its first tokens is computed, if this one has no heads.
-    max_head_tokens = 0 if measured.heads is None else config.head_token_limit(setup.chunk_tokens)
-    capacity_bytes = store.stats().capacity_bytes // setup.num_ranks_here
-    asking = AskingThread(DaemonPatience(), trial=store.stats)
-    loader = LayerWiseLoader(
-        store,
-        pool,
-        setup.gate,
-        patience_s=config.load_timeout,
-        link=None if not config.link_mbs else Link(config.link_mbs),
-        agreement=setup.restore_agreement,
-    )
-    provenance: KvProvenance | None = None
-    if setup.bases is not None or config.truncation_reuse:
-        keys, _ = pool.buffers(0)
-        provenance = KvProvenance(len(keys), pool.streams, loader.batch)
-    budget: ErrorBudget | None = None
-    if setup.bases is not None:
-        assert provenance is not None
-        budget = _error_budget(setup, setup.bases, provenance)
-    decision: Decision = budget or _selector_decision(setup)
-    runs = RunIndex(page_size) if config.truncation_reuse else None
-    planner = make_planner(measured.mode.planner)
-    allocation: SpaceAllocation | None = None
-    if not config.store_full_tail and measured.heads is not None:
-        allocation = SpaceAllocation(
+    def __init__(self, setup: RankSetup, measured: MeasuredRank) -> None:
+        config, pool, model, store = setup.config, setup.pool, setup.model, setup.connection.store
+        page_size = model.identity.page_size
+        # What another server has stored without its first tokens is computed, if this one has no heads.
+        max_head_tokens = 0 if measured.heads is None else config.head_token_limit(setup.chunk_tokens)
+        capacity_bytes = store.stats().capacity_bytes // setup.num_ranks_here
+        planner = make_planner(measured.mode.planner)
+        self.setup = setup
+        self.add_bases = measured.add_bases
+        self.asking = AskingThread(DaemonPatience(), trial=store.stats)
+        self.loader = LayerWiseLoader(
+            store,
+            pool,
+            setup.gate,
+            patience_s=config.load_timeout,
+            link=None if not config.link_mbs else Link(config.link_mbs),
+            agreement=setup.restore_agreement,
+        )
+        self.provenance: KvProvenance | None = None
+        if setup.bases is not None or config.truncation_reuse:
+            keys, _ = pool.buffers(0)
+            self.provenance = KvProvenance(len(keys), pool.streams, self.loader.batch)
+        self.budget: ErrorBudget | None = None
+        if setup.bases is not None:
+            assert self.provenance is not None
+            self.budget = _error_budget(setup, setup.bases, self.provenance)
+        self.decision: Decision = self.budget or _selector_decision(setup)
+        self.runs = RunIndex(page_size) if config.truncation_reuse else None
+        allocation: SpaceAllocation | None = None
+        if not config.store_full_tail and measured.heads is not None:
+            allocation = SpaceAllocation(
+                planner,
+                measured.costs,
+                measured.decode_costs,
+                setup.agreement,
+                page_size=page_size,
+                max_head_tokens=max_head_tokens,
+            )
+        self.offloader = TurnOffloader(
+            store,
+            model,
+            pool,
+            setup.codec,
+            self.decision,
+            allocation=allocation,
+            runs=self.runs,
+            costs=measured.costs,
+            gate=setup.gate,
+            copy_room=partial(copy_room, store, capacity_bytes, setup.num_ranks_here),
+            keeps_copies=config.fast_copies == AUTO,
+        )
+        self.returning = ReturningRequests(
+            store,
+            model,
+            self.asking,
+            max_ahead_bytes=int(capacity_bytes * MAX_AHEAD_SHARE),
+            max_head_tokens=max_head_tokens,
+        )
+        planning = RestorePlanning(
             planner,
             measured.costs,
             measured.decode_costs,
-            setup.agreement,
+            setup.codec,
+            setup.restore_agreement,
             page_size=page_size,
             max_head_tokens=max_head_tokens,
+            max_new_tokens=setup.chunk_tokens,
+            tier_costs=LatestAnswer(self.asking, store.tier_costs, before=store.tier_costs()),
         )
-    offloader = TurnOffloader(
-        store,
-        model,
-        pool,
-        setup.codec,
-        decision,
-        allocation=allocation,
-        runs=runs,
-        costs=measured.costs,
-        gate=setup.gate,
-        copy_room=partial(copy_room, store, capacity_bytes, setup.num_ranks_here),
-        keeps_copies=config.fast_copies == AUTO,
-    )
-    returning = ReturningRequests(
-        store,
-        model,
-        asking,
-        max_ahead_bytes=int(capacity_bytes * MAX_AHEAD_SHARE),
-        max_head_tokens=max_head_tokens,
-    )
-    planning = RestorePlanning(
-        planner,
-        measured.costs,
-        measured.decode_costs,
-        setup.codec,
-        setup.restore_agreement,
-        page_size=page_size,
-        max_head_tokens=max_head_tokens,
-        max_new_tokens=setup.chunk_tokens,
-        tier_costs=LatestAnswer(asking, store.tier_costs, before=store.tier_costs()),
-    )
-    traces = TraceLog(measured.costs, pool.num_layers)
-    forward = RestoreForward(
-        loader,
-        measured.heads,
-        EnginePrefill(setup.model_runner, setup.capture),
-        setup.restore_agreement,
-        traces,
-        req_to_token=setup.model_runner.req_to_token_pool.req_to_token,
-        chunk_tokens=setup.chunk_tokens,
-    )
-    restore_path = RestorePath(
-        measured.mode,
-        measured.proof,
-        planning,
-        forward,
-        traces,
-        page_size,
-        # Nobody waits for the answer.
-        lambda segment_id, reason: asking.ask(
-            lambda: store.report_damage(segment_id, reason), is_urgent=False
-        ),
-        setup.rotary,
-    )
-    token_bytes = (pool.shape.k_token_bytes + pool.shape.v_token_bytes) * pool.num_layers
-    logger.info(
-        "krul: rank %d/%d keeps about %s of KV on host memory (%d tokens of %s before compression)",
-        model.identity.tp_rank,
-        model.identity.tp_size,
-        format_bytes(capacity_bytes),
-        capacity_bytes // token_bytes,
-        model.identity.name,
-    )
-    return RankEngine(
-        setup,
-        asking,
-        loader,
-        returning,
-        restore_path,
-        provenance,
-        budget,
-        decision,
-        runs,
-        offloader,
-        measured.add_bases,
-    )
+        traces = TraceLog(measured.costs, pool.num_layers)
+        forward = RestoreForward(
+            self.loader,
+            measured.heads,
+            EnginePrefill(setup.model_runner, setup.capture),
+            setup.restore_agreement,
+            traces,
+            req_to_token=setup.model_runner.req_to_token_pool.req_to_token,
+            chunk_tokens=setup.chunk_tokens,
+        )
+        self.restore_path = RestorePath(
+            measured.mode,
+            measured.proof,
+            planning,
+            forward,
+            traces,
+            page_size,
+            # Nobody waits for the answer.
+            lambda segment_id, reason: self.asking.ask(
+                lambda: store.report_damage(segment_id, reason), is_urgent=False
+            ),
+            setup.rotary,
+        )
+        token_bytes = (pool.shape.k_token_bytes + pool.shape.v_token_bytes) * pool.num_layers
+        logger.info(
+            "krul: rank %d/%d keeps about %s of KV on host memory (%d tokens of %s before compression)",
+            model.identity.tp_rank,
+            model.identity.tp_size,
+            format_bytes(capacity_bytes),
+            capacity_bytes // token_bytes,
+            model.identity.name,
+        )
 
 
 def _selector_decision(setup: RankSetup) -> SelectorDecision:

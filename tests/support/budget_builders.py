@@ -21,7 +21,6 @@ from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.loading import LayerWiseLoader
-from krul_sglang.engine.save.allocation import SpaceAllocation
 from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
 from krul_sglang.engine.save.strategy_choice import Decision
 from krul_sglang.engine.save.turn import StoredPath, Turn
@@ -120,17 +119,10 @@ class BudgetedServer:
             agreement=self._agreement,
         )
 
-    def decide_by(
-        self, decision: Decision, max_layer_bytes: int = MAX_LAYER_BYTES, *, keeps_copies: bool = False
-    ) -> None:
+    def decide_by(self, decision: Decision, max_layer_bytes: int = MAX_LAYER_BYTES, **more: Any) -> None:
         """Store turns from here on as this decision says, in segments of at most so many bytes per layer."""
         self.offloader.close()
-        self.offloader = self._make_offloader(decision, max_layer_bytes, keeps_copies=keeps_copies)
-
-    def allocate_by(self, allocation: SpaceAllocation) -> None:
-        """Leave out of turns what this allocation says, from here on."""
-        self.offloader.close()
-        self.offloader = self._make_offloader(self.budget, MAX_LAYER_BYTES, allocation=allocation)
+        self.offloader = self._make_offloader(decision, max_layer_bytes, **more)
 
     def close(self) -> None:
         self.offloader.close()
@@ -226,23 +218,15 @@ class BudgetedServer:
         batch = Batch(Mode(mode), [], nothing, nothing, hicache_consumer_index=index, out_cache_loc=slots)
         self.provenance.after_forward(batch)
 
-    def _make_offloader(
-        self,
-        decision: Decision,
-        max_layer_bytes: int,
-        *,
-        keeps_copies: bool = False,
-        allocation: SpaceAllocation | None = None,
-    ) -> TurnOffloader:
+    def _make_offloader(self, decision: Decision, max_layer_bytes: int, **more: Any) -> TurnOffloader:
         return TurnOffloader(
             self.store,
             self.model,
             self.pool,
             self.codec,
             decision,
-            allocation=allocation,
             max_layer_bytes=max_layer_bytes,
-            keeps_copies=keeps_copies,
+            **{"keeps_copies": False, **more},
         )
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor:

@@ -146,7 +146,7 @@ def test_tokens_that_are_not_stored_stay_as_they_are_in_the_pool(
     """A restore computes them, from a history that is as exact."""
     head_ends = (64, 64, 0, 0)
     allocation: Any = SimpleNamespace(head_ends=lambda num_tokens, encoding: head_ends)
-    server.allocate_by(allocation)
+    server.decide_by(server.budget, allocation=allocation)
     server.compute(FIRST_PAGES + MORE_PAGES)
     server.store_turn()
     assert server.headers[0].layer_first_token[0] == 64

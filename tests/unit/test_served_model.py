@@ -26,7 +26,7 @@ from krul_sglang.adapter import hook_targets
 from krul_sglang.adapter.factory import change_weights, use_idle_time
 from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.adapter.linker import KrulLinker
-from krul_sglang.adapter.rank_engine import MeasuredRank, RankSetup, build_engine
+from krul_sglang.adapter.rank_engine import MeasuredRank, RankEngine, RankSetup
 from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.budget.served_bases import ServedBases, TextDrift
@@ -130,7 +130,7 @@ class Rank:
             decode_costs=DecodeCosts({}, {}),
             add_bases=lambda subspace, is_older: None,
         )
-        runtime.engine = build_engine(setup, measured)
+        runtime.engine = RankEngine(setup, measured)
         params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
         runtime.attach_to(params)
         self.linker = KrulLinker(None, params, components=(), extra_config=None)
