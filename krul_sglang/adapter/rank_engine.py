@@ -17,7 +17,7 @@ from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.planners import make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.adapter.engine_prefill import EnginePrefill
-from krul_sglang.adapter.probe_forward import ProbeForwards
+from krul_sglang.adapter.probe_forward import prepare_probe
 from krul_sglang.config import AUTO, KrulConfig
 from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import Prober
@@ -221,7 +221,7 @@ def _selector_decision(setup: RankSetup) -> SelectorDecision:
 def _error_budget(setup: RankSetup, bases: ServedBases, provenance: KvProvenance) -> ErrorBudget:
     """For the strategy ``subspace``."""
     config, pool, store = setup.config, setup.pool, setup.connection.store
-    forwards = ProbeForwards(setup.model_runner, setup.capture)
+    prepare = partial(prepare_probe, setup.model_runner, setup.capture)
     return ErrorBudget(
         limit=config.error_budget,
         probe_share=config.probe_share,
@@ -231,6 +231,6 @@ def _error_budget(setup: RankSetup, bases: ServedBases, provenance: KvProvenance
         pool=pool,
         codec=setup.codec,
         bases=bases,
-        prober=Prober(forwards.prepare, pool, setup.codec, store, setup.model, setup.probe_group),
+        prober=Prober(prepare, pool, setup.codec, store, setup.model, setup.probe_group),
         agreement=setup.agreement,
     )

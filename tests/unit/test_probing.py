@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from krul_backend.codec.layout import LayerKV
 from krul_backend.errors import KrulError
 from krul_sglang.adapter import probe_forward
-from krul_sglang.adapter.probe_forward import HistoryAttention, ProbeForwards
+from krul_sglang.adapter.probe_forward import HistoryAttention, prepare_probe
 from krul_sglang.engine.budget import probing
 from krul_sglang.engine.budget.probing import PROBED_TOKENS, ProbeOutcome, Prober
 from krul_sglang.engine.restore.tail_groups import TailGroups
@@ -81,8 +82,8 @@ def server() -> Iterator[BudgetedServer]:
 
 def make_prober(server: BudgetedServer, group: Any = None) -> Prober:
     capture: Any = Capture()
-    forwards = ProbeForwards(SimpleNamespace(token_to_kv_pool=None, device="cpu"), capture)
-    return Prober(forwards.prepare, server.pool, server.codec, server.store, server.model, group)
+    prepare = partial(prepare_probe, SimpleNamespace(token_to_kv_pool=None, device="cpu"), capture)
+    return Prober(prepare, server.pool, server.codec, server.store, server.model, group)
 
 
 def store_two_turns(server: BudgetedServer) -> None:
