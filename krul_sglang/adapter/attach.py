@@ -116,7 +116,8 @@ def measure(setup: RankSetup, tree_cache: Any) -> MeasuredRank:
     if setup.model.identity.tp_rank == 0:
         _log(mode, costs)
     online = OnlineCosts(_through_link(costs, config.link_mbs))
-    return MeasuredRank(mode, proof, heads, online, decode_costs, add_bases)
+    run_heads = None if heads is None else heads.run
+    return MeasuredRank(mode, proof, run_heads, online, decode_costs, add_bases)
 
 
 def _proven_heads(

@@ -61,11 +61,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.returning = engine.returning
         self.runs = engine.runs
         self.request_hints = RequestHints()
-        self._connection = setup.connection
-        self._agreement = setup.restore_agreement
         self._store = setup.connection.store
-        self._capture = setup.capture
-        self._bases = setup.bases
+        self._setup = setup
         self._budget = engine.budget
         self._decision = engine.decision
         # Nothing that serves requests waits for statistics: those of a prompt daemon are those of now.
@@ -158,7 +155,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     @timed
     def ended_turn(self, path: StoredPath, owner: TurnOwner) -> Turn:
         """A turn that has just ended, with what was captured of its attention, to be stored."""
-        capture = self._capture
+        capture = self._setup.capture
         attention = None if capture is None else capture.take(owner.rid, owner.request_slot)
         if owner.session is not None and owner.tenant:
             self._note_tenant(owner.session)
@@ -238,7 +235,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not was_settled:
             return  # the identity is new, and nothing has been stored under it
         before, was_lasting = self.model.identity, self.model.is_lasting
-        self.model.rename(self._agreement.broadcast(os.urandom(16)))
+        self.model.rename(self._setup.restore_agreement.broadcast(os.urandom(16)))
         self.returning.release_all()
         self._forget_runs()
         self._decision.forget_model()
@@ -262,13 +259,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             )
 
     def close(self) -> None:
-        if self._bases is not None:
-            self._bases.close()
+        if self._setup.bases is not None:
+            self._setup.bases.close()
         self.offloader.close()
         self.loader.close()
         self.returning.release_all()
         self.asking.close()
-        self._connection.close()
+        self._setup.connection.close()
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank, as plain values: the store's, the offloader's and the loader's."""
@@ -281,7 +278,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "is_settled": self.model.is_settled,
             },
             **asdict(self._stats()),
-            "daemon": self._connection.as_dict(),
+            "daemon": self._setup.connection.as_dict(),
             "offload": {
                 **asdict(self.offloader.counters),
                 "pending": self.offloader.num_pending(),
@@ -290,7 +287,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             },
             "compression": {
                 **self.offloader.choices.as_dict(),
-                "estimator": None if self._capture is None else {"name": "sampled"},
+                "estimator": None if self._setup.capture is None else {"name": "sampled"},
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},

@@ -31,7 +31,7 @@ from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.store_connection import StoreConnection
 from krul_sglang.engine.common.transfer_gate import TransferGate
-from krul_sglang.engine.restore.heads import HeadForward
+from krul_sglang.engine.restore.heads import RunHeads
 from krul_sglang.engine.restore.loading import LayerWiseLoader, Link
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode, RestorePath
@@ -87,7 +87,7 @@ class MeasuredRank:
 
     mode: RestoreMode
     proof: HeadProof | None
-    heads: HeadForward | None
+    heads: RunHeads | None
     costs: OnlineCosts
     decode_costs: DecodeCosts
     add_bases: Callable[[SubspaceCodec, bool], None]
@@ -173,7 +173,7 @@ class RankEngine:
         forward = RestoreForward(
             self.loader,
             measured.heads,
-            EnginePrefill(setup.model_runner, setup.capture),
+            EnginePrefill(setup.model_runner, setup.capture).run,
             setup.restore_agreement,
             traces,
             req_to_token=setup.model_runner.req_to_token_pool.req_to_token,

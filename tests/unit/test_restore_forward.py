@@ -148,12 +148,11 @@ class Rig:
         self.has_begun = threading.Event()
         self.traces = TraceLog(OnlineCosts(COSTS), NUM_LAYERS)
         self.loader: Any = FakeLoader(self.batch)
-        heads: Any = self.heads if has_heads else None
         prefill: Any = self.prefill
         self.restore = RestoreForward(
             self.loader,
-            heads,
-            prefill,
+            self.heads.run if has_heads else None,
+            prefill.run,
             RankAgreement(None, 1) if agreement is None else agreement,
             self.traces,
             req_to_token=REQ_TO_TOKEN,
