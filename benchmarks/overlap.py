@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import runner
+from benchmarks import planners, runner
 from benchmarks.runner import Result, failures_kept, names, numbers
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.conversations import generated_conversation
@@ -124,6 +124,7 @@ def run(
     Raises:
         KrulError: the options fit nothing, or a server fails in the first setting.
     """
+    planners.register()
     encode, context_length = load_token_encoder(base.model_path)
     lengths = base.history_tokens
     one = replace(base, history_tokens=(*lengths, pair_tokens, pair_tokens))

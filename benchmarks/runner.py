@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from krul_backend.errors import KrulError
-from krul_sglang.demo.environment import about_run
+from krul_sglang.demo import environment
 from krul_sglang.json_file import quantiles, write_result
 
 Result = Mapping[str, Any]
@@ -96,10 +97,21 @@ def failures_kept(result: dict[str, Any]) -> Iterator[None]:
 
 def about(data: Path | None = None) -> dict[str, Any]:
     """What a result says of its run; of the folder ``data`` the command has the name only."""
-    found = about_run(PACKAGES)
+    command = environment.without_cwd(shlex.join([_interpreter(), *sys.orig_argv[1:]]))
     if data is not None and data.name:
-        found["command"] = found["command"].replace(str(data), data.name)
-    return found
+        command = command.replace(str(data), data.name)
+    return {
+        "git_revision": environment.git_revision(),
+        "versions": environment.versions(PACKAGES),
+        "machine": environment.machine(),
+        "command": command,
+    }
+
+
+def _interpreter() -> str:
+    """What Python was started as; only its name if it lies outside the working directory."""
+    path = Path(sys.orig_argv[0])
+    return str(path) if not path.is_absolute() or path.is_relative_to(Path.cwd()) else path.name
 
 
 def without_samples(value: Any) -> Any:

@@ -312,7 +312,7 @@ class KrulConfig:
         "How each layer of a returning prefix is split into a head that is recomputed and a tail that is "
         'loaded. "local-search" looks for the split that ends first by the costs measured on this machine. '
         '"full-load" loads all that is stored: choose it where restored KV must be to the bit what was '
-        'stored. "full-recompute" loads nothing; "uniform" and "pyramid" are the plans of the Krul paper.',
+        'stored. "pyramid" is the plan of the Krul paper.',
     )
     store_full_tail: bool = _option(
         False,

@@ -122,7 +122,7 @@ class Server:
         self.slots = counter.on_device(torch.arange(2 * num_tokens))
         subspace = SubspaceCodec(on_host.to(DEVICE), rotary)
         self.codec = ModelCodecs(of_layer, shape.num_layers, rotary)
-        self.codec.bases.add(subspace)
+        self.codec.add_bases(subspace)
         self.bases = ServedBases(TextDrift("counted", 0))
         self.bases.have(subspace, "made here")
         identity = ModelIdentity(

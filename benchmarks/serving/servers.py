@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 import psutil
 
+from benchmarks.planners import COMPARED
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError, has_variant, is_krul
 from benchmarks.serving.slow_ssd import SlowSsdDaemon
 from krul_backend.memory import parse_bytes
@@ -28,6 +29,7 @@ from krul_sglang.demo.sizing import PoolSizes
 logger = logging.getLogger(__name__)
 
 WITHOUT_PREFETCH = "benchmarks.serving.without_prefetch"
+WITH_PLANNERS = "benchmarks.planners"
 _READY_TIMEOUT_S = 600.0
 _SETTLE_TIMEOUT_S = 120.0
 _HOST_MEMORY_SLACK = 1.25
@@ -179,8 +181,12 @@ def make_server(name: str, configuration: Configuration, pools: PoolSizes, folde
         args += ["--radix-cache-backend", "krul"]
         args += ["--unified-cache-external-linker-config", orjson.dumps(values).decode()]
     process = ServerProcess(configuration.model_path, args=args, ready_timeout_s=_READY_TIMEOUT_S)
+    module = "sglang.launch_server"
     if has_variant(name, "no-prefetch"):
-        process.command[process.command.index("sglang.launch_server")] = WITHOUT_PREFETCH
+        module = WITHOUT_PREFETCH
+    elif options is not None and options.get("planner") in COMPARED:
+        module = WITH_PLANNERS
+    process.command[process.command.index("sglang.launch_server")] = module
     return Server(name, pool_tokens, options, process, daemon)
 
 

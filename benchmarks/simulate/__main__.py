@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import runner
+from benchmarks.planners import ALL_PLANNERS
 from benchmarks.runner import Result
 from benchmarks.simulate import hardware
 from benchmarks.simulate.codecs import Codec, decode_token_s, last_use, layer_token_bytes, make_codecs
@@ -20,7 +21,7 @@ from benchmarks.simulate.pipeline import simulate
 from benchmarks.simulate.summary import summarize
 from benchmarks.tables import Columns, cell, source, table_of
 from krul_backend.planner.interface import DecodeCost, RestorePlan, RestorePlanner, RestoreProblem, StoredRun
-from krul_backend.planner.planners import PLANNERS, LocalSearchPlanner, make_planner
+from krul_backend.planner.planners import LocalSearchPlanner
 
 PAGE_SIZE = 16
 HISTORY_TOKENS = (1024, 2048, 4096, 8192, 32768, 131072)
@@ -28,7 +29,7 @@ NEW_TOKENS = (128, 1024)
 PLANNED = LocalSearchPlanner.name
 
 METHODS: Mapping[str, Sequence[str]] = {
-    "native": tuple(PLANNERS),
+    "native": tuple(ALL_PLANNERS),
     "minicache": ("full-load", PLANNED),
     "krul": ("full-load", "uniform", "pyramid", PLANNED),
     "krul-int4": ("full-load", PLANNED),
@@ -50,8 +51,7 @@ _Planned = TypeVar("_Planned")
 
 def run() -> dict[str, Any]:
     """A summary of all settings, the map, and the rows behind the summary."""
-    planners = {name: make_planner(name) for name in PLANNERS}
-    rows = list(_rows(planners))
+    rows = list(_rows(ALL_PLANNERS))
     return {
         "configuration": {
             "page_size": PAGE_SIZE,
@@ -63,7 +63,7 @@ def run() -> dict[str, Any]:
             "platforms": [{"gpu": asdict(gpu), "link": asdict(link)} for gpu, link in hardware.PLATFORMS],
         },
         "summary": summarize(rows, PLANNED),
-        "map": list(_map(planners)),
+        "map": list(_map(ALL_PLANNERS)),
         "rows": rows,
     }
 

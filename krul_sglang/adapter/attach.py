@@ -1,9 +1,8 @@
-"""Sets up what a rank captures and restores with: hooks, proofs, measured costs, the planner."""
+"""Sets up what a rank captures with, proves its heads, and measures what restores cost."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,32 +15,25 @@ from krul_backend.device import Device
 from krul_backend.memory import format_bytes
 from krul_backend.planner.calibration import OnlineCosts, load_costs, save_costs
 from krul_backend.planner.interface import RestoreCosts, TierCost
-from krul_backend.planner.planners import make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
-from krul_sglang.adapter.engine_prefill import EnginePrefill
 from krul_sglang.adapter.head_attention import NoHeadsError
 from krul_sglang.adapter.head_recompute import HeadRecompute
-from krul_sglang.adapter.runtime import KrulRuntime
+from krul_sglang.adapter.rank_engine import MeasuredRank, RankSetup
 from krul_sglang.adapter.start_proof import prove_heads
 from krul_sglang.adapter.unsupported import LATENT_STRATEGY, NOT_MOVABLE
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.budget.served_bases import show
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape
-from krul_sglang.engine.common.asking import LatestAnswer
-from krul_sglang.engine.restore.restore_forward import RestoreForward
-from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode, RestorePath
-from krul_sglang.engine.restore.restore_planning import DecodeCosts, RestorePlanning
-from krul_sglang.engine.restore.restore_trace import TraceLog
-from krul_sglang.engine.save.allocation import SpaceAllocation
+from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode
+from krul_sglang.engine.restore.restore_planning import DecodeCosts
 
 COSTS_FILE = "restore-costs.json"
 _DEFAULT_CHUNK_TOKENS = 8192
 WHOLE_LOADS = "full-load"
-PLANNERS_WITHOUT_HEADS = (WHOLE_LOADS, "full-recompute")
-"""The first one serves models whose heads cannot be recomputed, instead of any planner but these."""
+"""The planner of models whose heads cannot be recomputed."""
 
 TURNS_PER_REQUEST = 4
 """Turns that may be recorded at a time, for each request that may run: those that ended wait to be stored,
@@ -94,129 +86,74 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture:
     return capture
 
 
-def attach_restore(
-    runtime: KrulRuntime, chunked_prefill_size: int | None
-) -> Callable[[SubspaceCodec, bool], None]:
-    """Give the linker all it needs to restore. Called by every rank at the same point of its start.
+def measure(setup: RankSetup, tree_cache: Any) -> MeasuredRank:
+    """Prove heads, and measure what restores cost. Called by every rank at the same point of its start.
 
-    Returns what makes it ready for bases that come later: measures what decoding costs in them, unless they
-    are older ones and it was measured, and lets segments in them be opened.
-
-    If heads cannot be recomputed, whole prefixes are loaded: see ``RestoreMode``.
+    If heads cannot be recomputed, whole prefixes are loaded: see ``RestoreMode``. ``tree_cache`` is SGLang's,
+    and still empty.
 
     Raises:
         UnsupportedSetupError: ``truncation_reuse`` needs heads, and this model's cannot be recomputed.
     """
-    runner, config, pool = runtime.model_runner, runtime.config, runtime.pool
-    heads, proof, mode = _proven_heads(runtime)
-    calibration = CostCalibration(runner, runtime.cache, pool, heads, runtime.restore_agreement)
-    # A property of the machine, not a measurement: the forward of a CPU waits until a load has landed whole.
-    # A slower link takes no cores.
-    serial_tiers = (DRAM_TIER,) if pool.streams.shares_cores and not config.link_mbs else ()
-    costs = replace(_costs(calibration, runtime), serial_tiers=serial_tiers)
-    linker, store = runtime.linker, runtime.connection.store
-    tier_costs = LatestAnswer(linker.asking, store.tier_costs, before=store.tier_costs())
-    units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
-    decode_costs = calibration.decode_costs(linker.codec, units, costs.tiers[DRAM_TIER])
-
-    def make_ready(subspace: SubspaceCodec, is_older: bool = False) -> None:
-        if not is_older or decode_costs.group is None:
-            measure = partial(calibration.group_cost, subspace, costs.tiers[DRAM_TIER])
-            if costs.serial_tiers:
-                decode_costs.serial = DecodeCosts(
-                    decode_costs.single, decode_costs.pair, measure(has_all_cores=True)
-                )
-            decode_costs.group = measure()
-        linker.codec.bases.add(subspace, is_older=is_older)
-        rank = runtime.agreement.rank
-        num_held = linker.codec.bases.num_held
-        show("bases_held", "Different bases in which segments can be decoded.", num_held, rank)
-
-    if config.truncation_reuse and (heads is None or runtime.rotary is None):
+    config, pool, codec = setup.config, setup.pool, setup.codec
+    heads, proof, mode = _proven_heads(setup, tree_cache)
+    if config.truncation_reuse and (heads is None or setup.rotary is None):
         raise NOT_MOVABLE.error(
             "heads that cannot be recomputed" if heads is None else "a rotary embedding that cannot be undone"
         )
-    if runtime.bases is not None and runtime.bases.subspace is not None:
-        make_ready(runtime.bases.subspace)
-    online = OnlineCosts(_through_link(costs, config.link_mbs))
-    planner = make_planner(mode.planner)
-    chunk_tokens = _chunk_tokens(chunked_prefill_size)
-    # What another server has stored without its first tokens is computed, if this one has no heads.
-    max_head_tokens = 0 if heads is None else config.head_token_limit(chunk_tokens)
-    planning = RestorePlanning(
-        planner,
-        online,
-        decode_costs,
-        linker.codec,
-        runtime.restore_agreement,
-        page_size=runtime.model.identity.page_size,
-        max_head_tokens=max_head_tokens,
-        max_new_tokens=chunk_tokens,
-        tier_costs=tier_costs,
-    )
-    traces = TraceLog(online, pool.num_layers)
-    forward = RestoreForward(
-        linker.loader,
-        heads,
-        EnginePrefill(runner, runtime.capture),
-        runtime.restore_agreement,
-        traces,
-        req_to_token=runner.req_to_token_pool.req_to_token,
-        chunk_tokens=chunk_tokens,
-    )
-    linker.attach_restore(
-        RestorePath(
-            mode,
-            proof,
-            planning,
-            forward,
-            traces,
-            runtime.model.identity.page_size,
-            # Nobody waits for the answer.
-            lambda segment_id, reason: linker.asking.ask(
-                lambda: store.report_damage(segment_id, reason), is_urgent=False
-            ),
-            runtime.rotary,
-        )
-    )
-    runtime.restore_forward = forward
-    if not config.store_full_tail and heads is not None:
-        linker.offloader.allocation = SpaceAllocation(
-            planner,
-            online,
-            decode_costs,
-            runtime.agreement,
-            page_size=runtime.model.identity.page_size,
-            max_head_tokens=max_head_tokens,
-        )
-    if runtime.agreement.rank == 0:
+    calibration = CostCalibration(setup.model_runner, tree_cache, pool, heads, setup.restore_agreement)
+    # A property of the machine, not a measurement: the forward of a CPU waits until a load has landed whole.
+    # A slower link takes no cores.
+    serial_tiers = (DRAM_TIER,) if pool.streams.shares_cores and not config.link_mbs else ()
+    costs = replace(_costs(calibration, setup), serial_tiers=serial_tiers)
+    units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
+    decode_costs = calibration.decode_costs(codec, units, costs.tiers[DRAM_TIER])
+
+    def add_bases(subspace: SubspaceCodec, is_older: bool) -> None:
+        if not is_older or decode_costs.group is None:
+            measure_group = partial(calibration.group_cost, subspace, costs.tiers[DRAM_TIER])
+            if costs.serial_tiers:
+                decode_costs.serial = DecodeCosts(
+                    decode_costs.single, decode_costs.pair, measure_group(has_all_cores=True)
+                )
+            decode_costs.group = measure_group()
+        codec.add_bases(subspace, is_older=is_older)
+        rank = setup.agreement.rank
+        num_held = codec.bases.num_held
+        show("bases_held", "Different bases in which segments can be decoded.", num_held, rank)
+
+    if setup.bases is not None and setup.bases.subspace is not None:
+        add_bases(setup.bases.subspace, is_older=False)
+    if setup.agreement.rank == 0:
         _log(mode, costs)
-    return make_ready
+    online = OnlineCosts(_through_link(costs, config.link_mbs))
+    run_heads = None if heads is None else heads.run
+    return MeasuredRank(mode, proof, run_heads, online, decode_costs, add_bases)
 
 
-def _proven_heads(runtime: KrulRuntime) -> tuple[HeadRecompute | None, HeadProof | None, RestoreMode]:
+def _proven_heads(
+    setup: RankSetup, tree_cache: Any
+) -> tuple[HeadRecompute | None, HeadProof | None, RestoreMode]:
     """Heads that are proven on every rank; if they fail on one, whatever its error is, none has them."""
-    runner, config = runtime.model_runner, runtime.config
+    runner, config = setup.model_runner, setup.config
     heads = proof = None
     why = ""
     try:
         if runner.lora_manager is not None:
             raise NoHeadsError("they would be computed without adapters")
-        heads = HeadRecompute(runner, runtime.pool, runtime.capture)
-        proof = prove_heads(runner, runtime.cache, runtime.pool, heads)
+        heads = HeadRecompute(runner, setup.pool, setup.capture)
+        proof = prove_heads(runner, tree_cache, setup.pool, heads)
     except NoHeadsError as error:
         why = str(error)
     except Exception as error:
         logger.debug("the proof of heads failed", exc_info=True)
         why = f"its layers failed with {type(error).__name__}: {error}"
-    failures = [
-        of_rank.decode() for of_rank in runtime.restore_agreement.gather_bytes(why.encode()) if of_rank
-    ]
+    failures = [of_rank.decode() for of_rank in setup.restore_agreement.gather_bytes(why.encode()) if of_rank]
     if not failures:
         return heads, proof, RestoreMode(config.planner, "as configured")
     why = f"heads of {type(runner.model).__name__} cannot be recomputed: {' '.join(failures[0].split())}"
-    mode = RestoreMode(config.planner if config.planner in PLANNERS_WITHOUT_HEADS else WHOLE_LOADS, why)
-    if runtime.agreement.rank == 0:
+    mode = RestoreMode(WHOLE_LOADS, why)
+    if setup.agreement.rank == 0:
         logger.warning(
             'krul: %s. So planner = "%s" serves: stored prefixes are loaded whole or not at all, and what '
             "fails to load is computed",
@@ -226,22 +163,22 @@ def _proven_heads(runtime: KrulRuntime) -> tuple[HeadRecompute | None, HeadProof
     return None, None, mode
 
 
-def _costs(calibration: CostCalibration, runtime: KrulRuntime) -> RestoreCosts:
+def _costs(calibration: CostCalibration, setup: RankSetup) -> RestoreCosts:
     """Costs that were measured at the first start with a model on a device, and read from a file later.
 
     Either all ranks measure or none: measuring runs the model.
     """
-    device_name = runtime.pool.streams.name
-    fingerprint = runtime.model.identity.fingerprint
-    path = Path(runtime.config.cache_dir).expanduser() / COSTS_FILE
+    device_name = setup.pool.streams.name
+    fingerprint = setup.model.identity.fingerprint
+    path = Path(setup.config.cache_dir).expanduser() / COSTS_FILE
     known = load_costs(path, fingerprint, device_name)
     is_known = torch.tensor([known is not None], dtype=torch.float64)
-    of_ranks = runtime.restore_agreement.gather(is_known, (1,))
+    of_ranks = setup.restore_agreement.gather(is_known, (1,))
     assert of_ranks is not None
     if known is not None and all(of_rank.item() for of_rank in of_ranks):
         return known
     measured = calibration.measure()
-    if not runtime.model.is_lasting:
+    if not setup.model.is_lasting:
         return measured
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -260,7 +197,7 @@ def _through_link(costs: RestoreCosts, link_mbs: float) -> RestoreCosts:
     return replace(costs, tiers={**costs.tiers, DRAM_TIER: slower})
 
 
-def _chunk_tokens(chunked_prefill_size: int | None) -> int:
+def most_chunk_tokens(chunked_prefill_size: int | None) -> int:
     """Most tokens that one forward of this engine computes."""
     if chunked_prefill_size is None or chunked_prefill_size <= 0:
         return _DEFAULT_CHUNK_TOKENS

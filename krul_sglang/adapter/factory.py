@@ -68,12 +68,12 @@ def attach_capture(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> An
     """
     runtime = KrulRuntime.find(scheduler)
     if runtime is not None:
-        runtime.model_runner = scheduler.tp_worker.model_runner
-        runtime.attach_to(runtime.model_runner)
+        model_runner = scheduler.tp_worker.model_runner
+        runtime.attach_to(model_runner)
         if runtime.config.needs_attention:
             from krul_sglang.adapter.attach import attach_turn_capture
 
-            runtime.capture = attach_turn_capture(runtime.model_runner, runtime.config)
+            runtime.capture = attach_turn_capture(model_runner, runtime.config)
     return result
 
 
@@ -85,7 +85,7 @@ def build_cache(ctx: Any) -> Any:
         UnsupportedSetupError: a server setting, model or pool that krul cannot serve.
         ConfigError: a memory budget that this machine does not have.
         DaemonError: the daemon that keeps stored KV cannot be started or joined.
-        See also ``attach_restore``.
+        See also ``measure``.
     """
     verify_engine()
 
@@ -94,10 +94,12 @@ def build_cache(ctx: Any) -> Any:
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
     from sglang.srt.runtime_context import get_context, get_memory
 
-    from krul_sglang.adapter.attach import attach_restore
+    from krul_backend.codec.registry import ModelCodecs
+    from krul_sglang.adapter.attach import measure, most_chunk_tokens
     from krul_sglang.adapter.kv_pool import open_pool
     from krul_sglang.adapter.model_bases import BasesFile
     from krul_sglang.adapter.radix_cache import KrulRadixCache
+    from krul_sglang.adapter.rank_engine import RankEngine, RankSetup
     from krul_sglang.adapter.start_proof import read_rotary_table
     from krul_sglang.engine.budget.shared_bases import SharedBases
     from krul_sglang.engine.common.agreement import RankAgreement
@@ -128,8 +130,8 @@ def build_cache(ctx: Any) -> Any:
     # Ranks may see different cgroups; all take the smallest budget, so that they hold the same prefixes.
     config.check_endpoint()
     num_hosts = resolved["nnodes"]
-    runtime.num_ranks_here = max(1, ctx.tp_size * resolved["dp_size"] // num_hosts)
-    capacity = torch.tensor([config.host_memory_bytes(num_ranks=runtime.num_ranks_here)])
+    num_ranks_here = max(1, ctx.tp_size * resolved["dp_size"] // num_hosts)
+    capacity = torch.tensor([config.host_memory_bytes(num_ranks=num_ranks_here)])
     if ctx.tp_size > 1:
         torch.distributed.all_reduce(
             capacity, op=torch.distributed.ReduceOp.MIN, group=ctx.params.tp_cache_group
@@ -139,7 +141,7 @@ def build_cache(ctx: Any) -> Any:
     agreement = RankAgreement.create(ctx.tp_size)
     ranks_per_host = max(1, ctx.tp_size // num_hosts)
     cache_dir = Path(config.cache_dir).expanduser()
-    runtime.model = identify_model(
+    model = identify_model(
         ctx.model_config,
         resolved,
         pool.shape,
@@ -153,46 +155,70 @@ def build_cache(ctx: Any) -> Any:
         ranks_per_host=ranks_per_host,
         is_replicated=pool.is_latent,
     )
-    runtime.stores = not pool.is_latent or ctx.tp_rank % ranks_per_host == 0
     if ctx.tp_rank == 0:
         logger.info("krul: configuration %s", config.as_dict())
         logger.info("krul: %s", what_may_change(config))
-    runtime.connection = connect_store(
+    connection = connect_store(
         config,
-        runtime.model.identity,
+        model.identity,
         pool.streams,
         agreement,
         rank_bytes=int(capacity.item()),
         ranks_per_host=ranks_per_host,
     )
-    runtime.pool = pool
-    runtime.rotary = read_rotary_table(runner.model)
+    rotary = read_rotary_table(runner.model)
     file: BasesFile | None = None
     if config.strategy == SUBSPACE:
-        store = runtime.connection.store
+        store = connection.store
         # A store that is this server's alone, and ends with it, has nobody to share them with.
-        can_share = runtime.model.is_lasting and (config.endpoint or store.stats().tiers)
+        can_share = model.is_lasting and (config.endpoint or store.stats().tiers)
         file = BasesFile(
             checkpoint_of(ctx.model_config, resolved),
             cache_dir,
-            runtime.model.identity,
+            model.identity,
             pool,
-            runtime.rotary,
-            SharedBases(store, runtime.model.identity) if can_share else None,
+            rotary,
+            SharedBases(store, model.identity) if can_share else None,
+            ranks_per_host=ranks_per_host,
+            relearn_within=config.error_budget if config.relearn else None,
         )
-        runtime.bases = file.served
-    runtime.agreement = agreement
-    runtime.restore_agreement = RankAgreement.create(ctx.tp_size)
+    setup = RankSetup(
+        config,
+        runtime.gate,
+        runner,
+        runtime.capture,
+        model,
+        pool,
+        ModelCodecs(
+            pool.shape,
+            pool.num_layers,
+            rotary,
+            may_come=file.may_come if file is not None else lambda digest: False,
+        ),
+        connection,
+        num_ranks_here,
+        # Latent KV is the same on all ranks.
+        not pool.is_latent or ctx.tp_rank % ranks_per_host == 0,
+        rotary,
+        None if file is None else file.served,
+        agreement,
+        RankAgreement.create(ctx.tp_size),
+        ctx.params.tp_cache_group if ctx.tp_size > 1 else None,
+        most_chunk_tokens(resolved["chunked_prefill_size"]),
+    )
+
+    def make_cache(params: Any) -> KrulRadixCache:
+        """SGLang makes the linker next, which needs what is measured with the cache."""
+        cache = KrulRadixCache(params, runtime.capture)
+        runtime.engine = RankEngine(setup, measure(setup, cache))
+        return cache
+
     # The linker is made by SGLang, which hands on nothing of ours but these parameters.
     runtime.attach_to(ctx.params)
-    runtime.cache = create_unified_radix_cache(ctx, cache_class=KrulRadixCache)
-    runtime.cache.capture = runtime.capture
-    make_ready = attach_restore(runtime, resolved["chunked_prefill_size"])
+    runtime.cache = create_unified_radix_cache(ctx, cache_class=make_cache)
     if file is not None:
-        runtime.linker.codec.bases.may_come = file.may_come
         # Last, so that it disturbs no measurement.
-        relearn_within = config.error_budget if config.relearn else None
-        file.learn(runtime.restore_agreement, ranks_per_host, make_ready, relearn_within)
+        file.learn(setup.restore_agreement, runtime.engine.add_bases)
     return runtime.cache
 
 
@@ -231,12 +257,13 @@ def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: A
     capturing = nullcontext() if runtime.capture is None else runtime.capture.recording(batch)
     runtime.gate.note_forward()
     with capturing:
-        if runtime.restore_forward is None or not batch.forward_mode.is_extend_without_speculative():
-            result = original(worker, batch, *args, **kwargs)
+        if batch.forward_mode.is_extend_without_speculative():
+            restore = runtime.linker.restore_path.forward
+            result = restore.run(batch, lambda: original(worker, batch, *args, **kwargs))
         else:
-            result = runtime.restore_forward.run(batch, lambda: original(worker, batch, *args, **kwargs))
-    if runtime.provenance is not None:
-        runtime.provenance.after_forward(batch)
+            result = original(worker, batch, *args, **kwargs)
+    if runtime.linker.provenance is not None:
+        runtime.linker.provenance.after_forward(batch)
     return result
 
 

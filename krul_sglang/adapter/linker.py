@@ -13,30 +13,13 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from krul_backend.codec.pairs.selectors import make_selector
-from krul_backend.codec.registry import ModelCodecs
 from krul_backend.errors import HintError
-from krul_backend.memory import format_bytes
 from krul_backend.segment import ModelIdentity
-from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.hint import SessionName
-from krul_sglang.adapter.probe_forward import ProbeForwards
 from krul_sglang.adapter.runtime import KrulRuntime
-from krul_sglang.config import AUTO
-from krul_sglang.engine.budget.error_budget import ErrorBudget
-from krul_sglang.engine.budget.probing import Prober
-from krul_sglang.engine.budget.provenance import KvProvenance
-from krul_sglang.engine.budget.served_bases import ServedBases
-from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, LatestAnswer
-from krul_sglang.engine.common.moved_runs import RunIndex
+from krul_sglang.engine.common.asking import LatestAnswer
 from krul_sglang.engine.common.step_times import StepTimes, timed
-from krul_sglang.engine.restore.loading import LayerWiseLoader, Link
-from krul_sglang.engine.restore.restore_path import RestorePath
-from krul_sglang.engine.restore.returning_requests import ReturningRequests
-from krul_sglang.engine.save.later_encoding import copy_room
-from krul_sglang.engine.save.offload import TurnOffloader
 from krul_sglang.engine.save.request_hints import RequestHints
-from krul_sglang.engine.save.strategy_choice import Decision, SelectorDecision
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 
 logger = logging.getLogger(__name__)
@@ -46,9 +29,6 @@ MAX_TENANTS_OF_SESSIONS = 10_000
 
 STATS_PATIENCE_S = 1.0
 """Longest wait for the daemon's counters of now; once it was late, its last ones are shown."""
-
-MAX_AHEAD_SHARE = 2 / 3
-"""Share of host memory that may be pinned for requests that wait, so that turns can still be stored."""
 
 
 class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -69,81 +49,29 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         forward_stream: Any = None,
     ) -> None:
         """Called by SGLang's linker factory; ``params`` carry the ``KrulRuntime`` of this rank."""
-        runtime = KrulRuntime.of(params)
-        runtime.linker = self
+        engine = KrulRuntime.of(params).engine
+        setup = engine.setup
         self.steps = StepTimes()
-        self.model = runtime.model
+        self.model = setup.model
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
-        self._pool = runtime.pool
-        self._connection = runtime.connection
-        self._agreement = runtime.restore_agreement
-        self._store = runtime.connection.store
-        self._capture = runtime.capture
-        self._stores = runtime.stores
-        self._bases = runtime.bases
-        self.codec = ModelCodecs(
-            self._pool.shape,
-            self._pool.num_layers,
-            runtime.rotary,
-            subspace=None if self._bases is None else self._bases.subspace,
-        )
-        self._budget: ErrorBudget | None = None
-        if self._bases is not None or runtime.config.truncation_reuse:
-            keys, _ = self._pool.buffers(0)
-            runtime.provenance = KvProvenance(
-                len(keys), self._pool.streams, lambda index: self.loader.batch(index)
-            )
-        self.provenance = runtime.provenance
-        if self._bases is not None:
-            assert runtime.provenance is not None
-            group = params.tp_cache_group if runtime.agreement.num_ranks > 1 else None
-            self._budget = _error_budget(runtime, self.codec, self._bases, runtime.provenance, group)
-        num_ranks = runtime.num_ranks_here
-        stats = self._store.stats()
-        capacity_bytes = stats.capacity_bytes // num_ranks
-        self._decision: Decision = self._budget or _selector_decision(runtime, self.codec)
-        identity = self.model.identity
-        self.offloader = TurnOffloader(
-            self._store,
-            identity.page_size,
-            self._pool,
-            self.codec,
-            self._decision,
-            gate=runtime.gate,
-            copy_room=partial(copy_room, self._store, capacity_bytes, num_ranks),
-            stores=runtime.stores,
-            keeps_copies=runtime.config.fast_copies == AUTO,
-        )
-        self.runs = RunIndex(identity.page_size) if runtime.config.truncation_reuse else None
-        self.offloader.runs = self.runs
-        self.loader = LayerWiseLoader(
-            self._store,
-            self._pool,
-            runtime.gate,
-            patience_s=runtime.config.load_timeout,
-            link=None if not runtime.config.link_mbs else Link(runtime.config.link_mbs),
-        )
-        self._restore_path: RestorePath | None = None
-        self.asking = AskingThread(DaemonPatience(), trial=self._store.stats)
-        # Nothing that serves requests waits for statistics: those of a prompt daemon are those of now.
-        self._stats = LatestAnswer(self.asking, self._store.stats, before=stats, longest_s=STATS_PATIENCE_S)
-        max_ahead_bytes = int(capacity_bytes * MAX_AHEAD_SHARE)
-        self.returning = ReturningRequests(
-            self._store, self.model, self.asking, max_ahead_bytes=max_ahead_bytes
-        )
+        self.asking = engine.asking
+        self.loader = engine.loader
+        self.offloader = engine.offloader
+        self.provenance = engine.provenance
+        self.restore_path = engine.restore_path
+        self.returning = engine.returning
+        self.runs = engine.runs
         self.request_hints = RequestHints()
-        self._tenant_of_session: dict[str, str] = {}
-        shape = self._pool.shape
-        token_bytes = (shape.k_token_bytes + shape.v_token_bytes) * self._pool.num_layers
-        logger.info(
-            "krul: rank %d/%d keeps about %s of KV on host memory (%d tokens of %s before compression)",
-            self._agreement.rank,
-            self._agreement.num_ranks,
-            format_bytes(capacity_bytes),
-            capacity_bytes // token_bytes,
-            identity.name,
+        self._store = setup.connection.store
+        self._setup = setup
+        self._budget = engine.budget
+        self._decision = engine.decision
+        # Nothing that serves requests waits for statistics: those of a prompt daemon are those of now.
+        self._stats = LatestAnswer(
+            self.asking, self._store.stats, before=self._store.stats(), longest_s=STATS_PATIENCE_S
         )
+        self._tenant_of_session: dict[str, str] = {}
 
     @property
     def layer_done_counter(self) -> Any:
@@ -161,12 +89,6 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         num_pages = self.returning.look_up(rid, transfers[0].keys)
         return [num_pages] if num_pages else []
 
-    def attach_restore(self, restore_path: RestorePath) -> None:
-        """Set what plans and runs restores. Called once, before the first request."""
-        self._restore_path = restore_path
-        self.returning.max_head_tokens = restore_path.planning.max_head_tokens
-        self.offloader.writer.costs = restore_path.planning.costs
-
     @timed
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue a load of the leased pages to ``transfers[0].device_indices``; False if SGLang computes them.
@@ -179,9 +101,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         prompt = self.returning.prompt(rid)
         try:
-            assert self._restore_path is not None
             with self.steps.planning:
-                load = self._restore_path.plan_load(
+                load = self.restore_path.plan_load(
                     held,
                     keys[0],
                     slots,
@@ -209,15 +130,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def start_layer_wise_loading(self) -> int:
         # Called before every prefill batch: events are recorded only when there is something to load.
         loads = self.returning.start_loads()
-        if self._restore_path is not None:
-            self._restore_path.planning.start_batch()
+        self.restore_path.planning.start_batch()
         return self.loader.start(loads, self.record_offload_ready() if loads else ())
 
     @timed
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         has_landed = self.loader.finish(counter_index)
-        if self._restore_path is not None:
-            self._restore_path.traces.settle()
+        self.restore_path.traces.settle()
         return has_landed
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -238,7 +157,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     @timed
     def ended_turn(self, path: StoredPath, owner: TurnOwner) -> Turn:
         """A turn that has just ended, with what was captured of its attention, to be stored."""
-        capture = self._capture
+        capture = self._setup.capture
         attention = None if capture is None else capture.take(owner.rid, owner.request_slot)
         if owner.session is not None and owner.tenant:
             self._note_tenant(owner.session)
@@ -306,7 +225,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.returning.release_all()
         self._forget_runs()
         # If the weights have just changed, nothing was stored under their identity yet.
-        if self.model.is_settled and self._stores:
+        if self.model.is_settled and self._setup.stores:
             self._clear(self.model.identity)
         self.model.empty_pool()
 
@@ -331,11 +250,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.model.begin_change()
         if not was_settled:
             return  # the identity is new, and nothing has been stored under it
-        self.model.rename(self._agreement.broadcast(os.urandom(16)))
+        self.model.rename(self._setup.restore_agreement.broadcast(os.urandom(16)))
         self.returning.release_all()
         self._forget_runs()
         self._decision.forget_model()
-        if not was_lasting and self._stores:
+        if not was_lasting and self._setup.stores:
             self._clear(before)
 
     def _forget_runs(self) -> None:
@@ -355,26 +274,26 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             )
 
     def close(self) -> None:
-        if self._bases is not None:
-            self._bases.close()
+        if self._setup.bases is not None:
+            self._setup.bases.close()
         self.offloader.close()
         self.loader.close()
         self.returning.release_all()
         self.asking.close()
-        self._connection.close()
+        self._setup.connection.close()
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank, as plain values: the store's, the offloader's and the loader's."""
         return {
-            "tp_rank": self._agreement.rank,
-            "tp_size": self._agreement.num_ranks,
+            "tp_rank": self._setup.restore_agreement.rank,
+            "tp_size": self._setup.restore_agreement.num_ranks,
             "weights": {
                 "fingerprint": self.model.identity.fingerprint,
                 "is_lasting": self.model.is_lasting,
                 "is_settled": self.model.is_settled,
             },
             **asdict(self._stats()),
-            "daemon": self._connection.as_dict(),
+            "daemon": self._setup.connection.as_dict(),
             "offload": {
                 **asdict(self.offloader.counters),
                 "pending": self.offloader.num_pending(),
@@ -383,11 +302,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             },
             "compression": {
                 **self.offloader.choices.as_dict(),
-                "estimator": None if self._capture is None else {"name": "sampled"},
+                "estimator": None if self._setup.capture is None else {"name": "sampled"},
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
-            "restore": None if self._restore_path is None else self._restore_path.as_dict(),
+            "restore": self.restore_path.as_dict(),
             "waiting_leases": self.returning.num_leases,
             "scheduler": self.steps.as_dict(),
             "request_hints": self.request_hints.as_dict(),
@@ -395,43 +314,4 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def traces(self) -> list[dict[str, Any]]:
         """The last restores of this rank, see ``RestoreTrace.as_dict``."""
-        return [] if self._restore_path is None else self._restore_path.traces.as_list()
-
-
-def _selector_decision(runtime: KrulRuntime, codec: ModelCodecs) -> SelectorDecision:
-    """For every strategy but ``subspace``."""
-    config = runtime.config
-    selector = make_selector(
-        config.strategy, layer_ratio=config.r_l, gamma=config.gamma, precision=Precision(config.precision)
-    )
-    return SelectorDecision(
-        selector,
-        codec,
-        runtime.pool,
-        runtime.agreement,
-        num_heads=0 if runtime.capture is None else runtime.capture.num_heads,
-    )
-
-
-def _error_budget(
-    runtime: KrulRuntime,
-    codec: ModelCodecs,
-    bases: ServedBases,
-    provenance: KvProvenance,
-    group: Any | None,
-) -> ErrorBudget:
-    """For the strategy ``subspace``. ``group`` joins the ranks while they probe; None for a single rank."""
-    config, pool, store = runtime.config, runtime.pool, runtime.connection.store
-    forwards = ProbeForwards(runtime.model_runner, runtime.capture)
-    return ErrorBudget(
-        limit=config.error_budget,
-        probe_share=config.probe_share,
-        store=store,
-        provenance=provenance,
-        model=runtime.model,
-        pool=pool,
-        codec=codec,
-        bases=bases,
-        prober=Prober(forwards.prepare, pool, codec, store, runtime.model, group),
-        agreement=runtime.agreement,
-    )
+        return self.restore_path.traces.as_list()

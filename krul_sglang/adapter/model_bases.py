@@ -47,7 +47,11 @@ class BasesFile:
     """The file of one rank's bases. One rank of each host has them learned for all, if one lacks its own.
 
     ``served`` holds the bases, which are read here if the file is there and sound; if there is none, that of
-    ``shared`` is taken. What is read is put there.
+    ``shared`` is taken. What is read is put there. Bases are learned again if turns are unlike what they were
+    learned from, to store recent turns within ``relearn_within`` nats; None: never.
+
+    Segments are decoded in older bases, too. A codec asks for these (``may_come``), and what comes is added
+    to the codec: a circle that is closed by ``learn``, before the first segment is decoded.
 
     Raises:
         ConfigError: the weights cannot be identified, so no file is theirs.
@@ -62,6 +66,9 @@ class BasesFile:
         pool: DevicePool,
         rotary: RotaryTable | None,
         shared: SharedBases | None = None,
+        *,
+        ranks_per_host: int = 1,
+        relearn_within: float | None = None,
     ) -> None:
         if rotary is None:
             raise FOREIGN_ROTARY.error(model.name)
@@ -81,11 +88,16 @@ class BasesFile:
         self._is_closed = threading.Event()
         # Until then the first bases may come.
         self._first_until_s = 0.0
-        self._relearn_within: float | None = None
+        self._ranks_per_host = ranks_per_host
+        # That learns for all ranks of this host.
+        self._leader = model.tp_rank // ranks_per_host * ranks_per_host
+        self._relearn_within = relearn_within
         self._relearn_at_s = 0.0
         self._prepare: Callable[[SubspaceCodec, bool], None]
         self._older = OlderBases(self.path, shared, self._add_older)
-        self.served = ServedBases(TextDrift(model.name, model.tp_rank), end=self._end)
+        learns_again = relearn_within is not None and model.tp_rank == self._leader
+        recent = RecentText(model.page_size) if learns_again else None
+        self.served = ServedBases(TextDrift(model.name, model.tp_rank), recent, self._end)
         state = "read at the start"
         if not self.path.exists() and self._copy_shared():
             state = "found in the store"
@@ -109,31 +121,21 @@ class BasesFile:
                 error,
             )
 
-    def learn(
-        self,
-        agreement: RankAgreement,
-        ranks_per_host: int,
-        prepare: Callable[[SubspaceCodec, bool], None],
-        relearn_within: float | None = None,
-    ) -> None:
+    def learn(self, agreement: RankAgreement, prepare: Callable[[SubspaceCodec, bool], None]) -> None:
         """Have the bases learned that ranks of this host lack. Every rank calls it at the same point.
 
-        Returns at once. From here on newer bases are taken whenever the file changes. They are learned again
-        if turns are unlike what they were learned from, to store recent turns within ``relearn_within`` nats;
-        None: never. ``prepare`` is called on a thread with bases that came later, before any turn is stored
-        in them, and whether they are older ones, in which none will be.
+        Returns at once. From here on newer bases are taken whenever the file changes. ``prepare`` is called
+        on a thread with bases that came later, before any turn is stored in them, and whether they are older
+        ones, in which none will be.
         """
         self._prepare = prepare
-        self._relearn_within = relearn_within
         # What has no room now would have none either if it were learned.
         is_there = self.served.subspace is not None or self._has_no_room
         of_ranks = agreement.gather(torch.tensor([is_there], dtype=torch.float64), (1,))
         assert of_ranks is not None
-        leader = self._model.tp_rank // ranks_per_host * ranks_per_host
-        is_leader = self._model.tp_rank == leader
-        lacks = not all(bool(of_rank.item()) for of_rank in of_ranks[leader : leader + ranks_per_host])
-        if is_leader and relearn_within is not None:
-            self.served.recent = RecentText(self._model.page_size)
+        is_leader = self._model.tp_rank == self._leader
+        of_host = of_ranks[self._leader : self._leader + self._ranks_per_host]
+        lacks = not all(bool(of_rank.item()) for of_rank in of_host)
         if lacks and (is_leader or not is_there):
             self._first_until_s = time.monotonic() + _LONGEST_LEARNING_S
         if not is_there:

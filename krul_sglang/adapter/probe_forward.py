@@ -116,23 +116,17 @@ def probe_forward(
     return logits
 
 
-class ProbeForwards:
-    """Prepares forwards of a rank's model for probes; ``capture`` records nothing of them."""
+def prepare_probe(
+    model_runner: Any, capture: QueryCapture | None, num_history: int, num_tokens: int, history: History
+) -> RunOnHistory:
+    """A forward of ``num_tokens`` tokens, see ``PrepareForward``; ``capture`` records nothing of it."""
+    device, pool = torch.device(model_runner.device), model_runner.token_to_kv_pool
+    attention = HistoryAttention(num_history, num_tokens, history, device, pool)
 
-    def __init__(self, model_runner: Any, capture: QueryCapture | None) -> None:
-        self._runner = model_runner
-        self._capture = capture
+    def run(token_ids: torch.Tensor) -> torch.Tensor:
+        logits = probe_forward(model_runner, token_ids, num_history, attention, unrecorded(capture))
+        if attention.error is not None:
+            raise attention.error
+        return logits
 
-    def prepare(self, num_history: int, num_tokens: int, history: History) -> RunOnHistory:
-        """A forward of ``num_tokens`` tokens, see ``PrepareForward``."""
-        pool = self._runner.token_to_kv_pool
-        device = torch.device(self._runner.device)
-        attention = HistoryAttention(num_history, num_tokens, history, device, pool)
-
-        def run(token_ids: torch.Tensor) -> torch.Tensor:
-            logits = probe_forward(self._runner, token_ids, num_history, attention, unrecorded(self._capture))
-            if attention.error is not None:
-                raise attention.error
-            return logits
-
-        return run
+    return run

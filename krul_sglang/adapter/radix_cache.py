@@ -99,9 +99,6 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     _probe_candidate: _ProbeCandidate | None = None
     _stored_ends: tuple[_PathEnd, ...] = ()
 
-    def __init__(self, cache: KrulRadixCache, cache_linker: KrulLinker) -> None:
-        super().__init__(cache, cache_linker)
-
     def look_ahead(self, queue: Iterable[Any]) -> None:
         """Look up the requests that wait next, so that what is stored of them is in DRAM in time.
 
@@ -364,7 +361,11 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """The radix cache behind ``--radix-cache-backend krul``."""
 
     linker: KrulLinkerWrapper
-    capture: QueryCapture | None = None
+
+    def __init__(self, params: Any, capture: QueryCapture | None) -> None:
+        """``capture`` records attention of requests; None if nothing is recorded."""
+        super().__init__(params)
+        self.capture = capture
 
     def init_cache_linker(self, cache_linker: KrulLinker) -> None:
         self.linker = KrulLinkerWrapper(self, cache_linker)

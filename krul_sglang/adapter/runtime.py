@@ -10,18 +10,11 @@ from krul_sglang.engine.common.transfer_gate import TransferGate
 
 if TYPE_CHECKING:
     # Hooks are registered in every process of SGLang, where these modules need not be imported.
-    from krul_backend.codec.rotary import RotaryTable
     from krul_sglang.adapter.linker import KrulLinker
     from krul_sglang.adapter.radix_cache import KrulRadixCache
+    from krul_sglang.adapter.rank_engine import RankEngine
     from krul_sglang.config import KrulConfig
-    from krul_sglang.engine.budget.provenance import KvProvenance
-    from krul_sglang.engine.budget.served_bases import ServedBases
     from krul_sglang.engine.capture.query_capture import QueryCapture
-    from krul_sglang.engine.common.agreement import RankAgreement
-    from krul_sglang.engine.common.kv_pool import DevicePool
-    from krul_sglang.engine.common.served_model import ServedModel
-    from krul_sglang.engine.common.store_connection import StoreConnection
-    from krul_sglang.engine.restore.restore_forward import RestoreForward
 
 _ATTRIBUTE = "krul"
 
@@ -30,40 +23,25 @@ _ATTRIBUTE = "krul"
 class KrulRuntime:
     """Holds all that krul keeps for one rank. Hooks find it at the SGLang object that they are given.
 
-    The scheduler, its model runner and the parameters of its cache carry the same object. The start fills
-    the fields in this order; a field that is read before it is set raises AttributeError.
+    The scheduler, its model runner and the parameters of its cache carry the same object. SGLang starts in
+    steps, and makes the linker itself. So this is the one place where each step leaves what it has made, in
+    this order, for the next one and for hooks; a field that is read before it is set raises AttributeError.
 
-    ``connection`` is this rank's way to the daemon; the linker closes it. ``capture`` is None if no attention
-    is recorded, ``rotary`` if keys are stored with their rotary embedding, ``bases`` and ``provenance``
-    unless turns are stored within an error budget. ``agreement`` joins the threads of all ranks that store
-    turns, ``restore_agreement`` their scheduler threads.
-    ``num_ranks_here`` share the host memory of this host. ``stores`` is False if another of them stores KV
-    that is the same on all.
-    ``restore_forward`` is None until forwards may restore. ``gate`` knows when forwards and restores run.
+    ``gate`` knows when forwards and restores run. ``capture`` is None if no attention is recorded.
     """
 
     # Before the scheduler is made.
     config: KrulConfig
     gate: TransferGate = field(default_factory=TransferGate, init=False)
     # When the model is loaded, before CUDA graphs are captured.
-    model_runner: Any = field(init=False)
     capture: QueryCapture | None = None
-    # By the factory of the cache.
-    model: ServedModel = field(init=False)
-    pool: DevicePool = field(init=False)
-    connection: StoreConnection = field(init=False)
-    num_ranks_here: int = 1
-    stores: bool = True
-    rotary: RotaryTable | None = None
-    bases: ServedBases | None = None
-    agreement: RankAgreement = field(init=False)
-    restore_agreement: RankAgreement = field(init=False)
-    # By the linker, which SGLang makes together with the cache.
-    linker: KrulLinker = field(init=False)
-    provenance: KvProvenance | None = None
-    # When the cache is there.
+    # By the factory of the cache: before the linker is made, and when both are there.
+    engine: RankEngine = field(init=False)
     cache: KrulRadixCache = field(init=False)
-    restore_forward: RestoreForward | None = None
+
+    @property
+    def linker(self) -> KrulLinker:
+        return self.cache.linker.cache_linker
 
     def attach_to(self, sglang_object: Any) -> None:
         """Let hooks that are given this object find the runtime there."""

@@ -4,29 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-
-def about_run(packages: Sequence[str]) -> dict[str, Any]:
-    """What a result says of the run that measured it: revision, versions, machine and command line."""
-    return {
-        "git_revision": git_revision(),
-        "versions": versions(packages),
-        "machine": machine(),
-        "command": without_cwd(shlex.join([_interpreter(), *sys.orig_argv[1:]])),
-    }
-
-
-def _interpreter() -> str:
-    """What Python was started as; only its name if it lies outside the working directory."""
-    path = Path(sys.orig_argv[0])
-    return str(path) if not path.is_absolute() or path.is_relative_to(Path.cwd()) else path.name
 
 
 def versions(packages: Sequence[str] = ("torch", "sglang")) -> dict[str, str]:

@@ -84,7 +84,8 @@ class BudgetedServer:
         self.provenance = KvProvenance(NUM_SLOTS, self.pool.streams, self.loader.batch)
         self.subspace = SubspaceCodec(BASES, ROTARY)
         self.bases = ServedBases(TextDrift("m", 0))
-        self.codec = ModelCodecs(SHAPE, NUM_LAYERS, ROTARY)
+        self.may_come: Callable[[str], bool] = lambda digest: False
+        self.codec = ModelCodecs(SHAPE, NUM_LAYERS, ROTARY, may_come=lambda digest: self.may_come(digest))
         if has_bases:
             self.learn()
         self.model = ServedModel(MODEL)
@@ -99,7 +100,7 @@ class BudgetedServer:
 
     def learn(self) -> None:
         """The bases are there."""
-        self.codec.bases.add(self.subspace)
+        self.codec.add_bases(self.subspace)
         self.bases.have(self.subspace, "learned")
 
     def make_budget(self, limit: float) -> ErrorBudget:
@@ -118,12 +119,10 @@ class BudgetedServer:
             agreement=self._agreement,
         )
 
-    def decide_by(
-        self, decision: Decision, max_layer_bytes: int = MAX_LAYER_BYTES, *, keeps_copies: bool = False
-    ) -> None:
+    def decide_by(self, decision: Decision, max_layer_bytes: int = MAX_LAYER_BYTES, **more: Any) -> None:
         """Store turns from here on as this decision says, in segments of at most so many bytes per layer."""
         self.offloader.close()
-        self.offloader = self._make_offloader(decision, max_layer_bytes, keeps_copies=keeps_copies)
+        self.offloader = self._make_offloader(decision, max_layer_bytes, **more)
 
     def close(self) -> None:
         self.offloader.close()
@@ -219,9 +218,7 @@ class BudgetedServer:
         batch = Batch(Mode(mode), [], nothing, nothing, hicache_consumer_index=index, out_cache_loc=slots)
         self.provenance.after_forward(batch)
 
-    def _make_offloader(
-        self, decision: Decision, max_layer_bytes: int, *, keeps_copies: bool = False
-    ) -> TurnOffloader:
+    def _make_offloader(self, decision: Decision, max_layer_bytes: int, **more: Any) -> TurnOffloader:
         return TurnOffloader(
             self.store,
             MODEL.page_size,
@@ -229,7 +226,7 @@ class BudgetedServer:
             self.codec,
             decision,
             max_layer_bytes=max_layer_bytes,
-            keeps_copies=keeps_copies,
+            **{"keeps_copies": False, **more},
         )
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor:

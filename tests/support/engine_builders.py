@@ -115,11 +115,10 @@ def read_tails(
     after_layer: Callable[[TailGroups], None] = lambda tails: None,
 ) -> None:
     """Reads as the loader does: all groups of a layer, then those of the next layer."""
-    for reader in readers:
-        reader.begin(head_ends)
     plan = RestorePlan(tuple(head_ends), 1.0)
     load = Load(lease, readers, slots, readers[0].first_token, plan, NO_FORECAST)
-    tails = TailGroups(list(load.parts()), pool.streams)
+    load.begin()
+    tails = TailGroups(readers, pool.streams)
     for layer in range(pool.num_layers):
         for group in tails.of_layer(layer):
             group.fetch(pool.streams)

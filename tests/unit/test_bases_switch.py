@@ -127,7 +127,7 @@ def variant(factor: float) -> SubspaceCodec:
 
 
 def bring(server: BudgetedServer, subspace: SubspaceCodec) -> None:
-    server.codec.bases.add(subspace)
+    server.codec.add_bases(subspace)
     server.bases.have(subspace, "learned again")
 
 
@@ -167,11 +167,11 @@ def test_with_newer_bases_the_text_is_measured_again_and_nothing_is_taken_for_ch
 def test_the_bases_in_use_and_the_last_older_ones_are_held() -> None:
     codec = ModelCodecs(SHAPE, NUM_LAYERS, ROTARY, subspace=variant(1.0))
     for number in range(5):
-        codec.bases.add(variant(2.0 + number), is_older=True)
+        codec.add_bases(variant(2.0 + number), is_older=True)
     assert codec.bases.num_held == MOST_BASES
     held = [subspace.bases.damage_factor for subspace in codec.bases._held.values()]
     assert held == [4.0, 5.0, 6.0, 1.0]
-    codec.bases.add(variant(9.0))
+    codec.add_bases(variant(9.0))
     assert [subspace.bases.damage_factor for subspace in codec.bases._held.values()] == [5.0, 6.0, 1.0, 9.0]
 
 
@@ -185,7 +185,7 @@ def test_bases_that_are_held_no_more_are_freed_with_the_decoders_that_used_them(
     for number in range(MOST_BASES):
         assert bases() is not None
         first = variant(2.0 + number)
-        codec.bases.add(first)
+        codec.add_bases(first)
     assert bases() is None
     with pytest.raises(CodecError, match="which are not here"):
         codec.open(encoded.params, start_token=0, num_tokens=8)
@@ -247,7 +247,7 @@ def test_a_segment_whose_bases_may_come_is_a_miss_and_stays(
     server = BudgetedServer(LIMIT)
     other = store_in_other_bases(server)
     asked = list[str]()
-    server.codec.bases.may_come = lambda digest: not asked.append(digest)
+    server.may_come = lambda digest: not asked.append(digest)
     assert try_to_load(server).undecodable == 0
     assert set(asked) == {other.bases.digest}
     server.compute(MORE_PAGES)
@@ -255,7 +255,7 @@ def test_a_segment_whose_bases_may_come_is_a_miss_and_stays(
     assert num_missing(server) == 0
     assert server.store.stats().undecodable_segments == 0
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
-    server.codec.bases.add(other, is_older=True)
+    server.codec.add_bases(other, is_older=True)
     off = differences(server)
     assert off.max() < 0.1 * max(kv.v.abs().max() for kv in server.read_pool())
     server.close()

@@ -50,7 +50,7 @@ def how(name: str, run: TokenRun) -> Any:
     return RunLimit(0.1, sample, 0.25, attention)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [*CODECS, "subspace"])
 @pytest.mark.parametrize("head_ends", [None, (START + 130, START + 70, START + 70, START)])
 def test_what_a_codec_encodes_is_opened_by_its_name(
     codecs: ModelCodecs, name: str, head_ends: tuple[int, ...] | None

@@ -97,6 +97,7 @@ class Bench:
         gate: TransferGate | None = None,
         copy_room: int = sys.maxsize,
         keeps_copies: bool = False,
+        costs: OnlineCosts | None = None,
     ) -> None:
         self.sglang_pool = make_pool()
         self.pool = open_pool(self.sglang_pool)
@@ -116,6 +117,7 @@ class Bench:
             gate=gate,
             copy_room=lambda: copy_room,
             keeps_copies=keeps_copies,
+            costs=costs,
         )
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), patience_s=PATIENCE_S)
 
@@ -430,9 +432,13 @@ def test_a_turn_that_cannot_be_kept_is_stored_all_the_same(
     assert bench.store.stats().num_pages == 2
 
 
+@pytest.mark.parametrize("is_measured", [False, True])
 def test_the_store_learns_whose_a_turn_is_and_what_computing_it_takes(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, is_measured: bool
 ) -> None:
+    head, own = ComputeCost(9.0, 9.0, 9.0), ComputeCost(1.0, 0.5, 0.25)
+    costs = OnlineCosts(RestoreCosts(head, own, {DRAM_TIER: TierCost(0.0, 1.0)}))
+    bench = Bench(costs=costs if is_measured else None)
     committed: list[SegmentManifest] = []
     commit = bench.store.commit
 
@@ -442,14 +448,14 @@ def test_the_store_learns_whose_a_turn_is_and_what_computing_it_takes(
 
     monkeypatch.setattr(bench.store, "commit", record)
     assert bench.store_turn(dataclasses.replace(bench.turn("a", 2), tenant="t"))
-    head, own = ComputeCost(9.0, 9.0, 9.0), ComputeCost(1.0, 0.5, 0.25)
-    bench.offloader.writer.costs = OnlineCosts(RestoreCosts(head, own, {DRAM_TIER: TierCost(0.0, 1.0)}))
     assert bench.store_turn(dataclasses.replace(bench.turn("a", 3), tenant="t"))
     assert [manifest.tenant for manifest in committed] == ["t", "t"]
-    # Not known before the engine was measured; then 4 tokens after 8, in each layer, by the engine itself.
-    of_layer = 1.0 + 0.5 * 4 + 0.25 * 4 * (8 + 2)
-    assert [manifest.recompute_s for manifest in committed] == [0.0, NUM_LAYERS * of_layer]
+    # 8 tokens, and 4 tokens after them, in each layer, by the engine itself.
+    of_layers = [1.0 + 0.5 * 8 + 0.25 * 8 * 4, 1.0 + 0.5 * 4 + 0.25 * 4 * (8 + 2)]
+    expected = [NUM_LAYERS * of_layer if is_measured else 0.0 for of_layer in of_layers]
+    assert [manifest.recompute_s for manifest in committed] == expected
     assert {info.tenant for info in bench.store.list_segments()} == {"t"}
+    bench.close()
 
 
 def test_no_space_in_the_arena_is_skipped_and_counted() -> None:

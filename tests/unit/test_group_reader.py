@@ -303,12 +303,11 @@ def test_a_conversation_may_be_stored_in_both_ways() -> None:
 def test_segments_are_decoded_together_if_they_are_not_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device holds the coefficients of all of them at once."""
     load = make_load(lease_of(whole_segments(), 0), CODEC, torch.arange(END))
-    for reader in load.readers:
-        reader.begin(NO_HEADS)
+    load.begin()
     token_bytes = SHAPE.k_token_bytes + SHAPE.v_token_bytes
     for max_tokens, starts in ((END, [[0, 136, 200]]), (200, [[0, 136], [200]]), (1, [[0], [136], [200]])):
         monkeypatch.setattr(interface, "MAX_JOINED_BYTES", max_tokens * token_bytes)
-        groups = TailGroups(list(load.parts()), Device(torch.device("cpu"))).of_layer(0)
+        groups = TailGroups(load.readers, Device(torch.device("cpu"))).of_layer(0)
         assert [[block.source.header.start_token for block in group.blocks] for group in groups] == starts
 
 

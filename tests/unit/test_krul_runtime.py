@@ -27,5 +27,5 @@ def test_a_server_without_krul_has_none_and_a_hook_that_needs_it_says_so() -> No
 
 
 def test_a_field_that_is_read_too_early_is_named() -> None:
-    with pytest.raises(AttributeError, match="'KrulRuntime' object has no attribute 'pool'"):
-        _ = KrulRuntime(KrulConfig()).pool
+    with pytest.raises(AttributeError, match="'KrulRuntime' object has no attribute 'engine'"):
+        _ = KrulRuntime(KrulConfig()).engine

@@ -235,8 +235,8 @@ class Rank:
     """One of two ranks: its batch, and a forward that notes the layers whose collectives it enters."""
 
     def __init__(self, number: int, meeting: MeetingPoint, num_layers: int) -> None:
-        self.batch = LoadBatch({}, num_layers, CPU, PATIENCE_S)
-        self.batch.agreement = ThreadAgreement(number, meeting)
+        agreement = ThreadAgreement(number, meeting)
+        self.batch = LoadBatch({}, num_layers, CPU, PATIENCE_S, agreement=agreement)
         self.entered: list[int] = []
         self.has_entered = [threading.Event() for _ in range(num_layers)]
         self.may_go_on = [threading.Event() for _ in range(num_layers)]

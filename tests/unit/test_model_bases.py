@@ -159,10 +159,10 @@ class Rank:
             self.checkpoint, self._cache_dir, self.identity, pool, **{"rotary": ROTARY, **changed}
         )
 
-    def learn(self, file: BasesFile, relearn_within: float | None = None) -> None:
+    def learn(self, file: BasesFile) -> None:
         """Go on with the start of the only rank."""
         Rank.files.append(file)
-        file.learn(RankAgreement(None, 1), 1, self.prepare, relearn_within)
+        file.learn(RankAgreement(None, 1), self.prepare)
 
     def prepare(self, subspace: SubspaceCodec, is_older: bool) -> None:
         """Stands for what the engine does with bases that came later."""
@@ -306,10 +306,10 @@ def test_a_rank_that_does_not_lead_waits_for_its_file(
     rank = Rank(model, cache_dir, tp_rank=1, tp_size=2)
     rank.have_learned(make_bases(SHAPE, [2, 1], seed=1))
     truncate(rank.path)
-    file = rank.start()
+    file = rank.start(ranks_per_host=2)
     agreement: Any = SimpleNamespace(gather=lambda mine, shape: [torch.ones(1), mine])
     Rank.files.append(file)
-    file.learn(agreement, 2, rank.prepare)
+    file.learn(agreement, rank.prepare)
     assert file.served.state == "left to the first rank of this host"
     time.sleep(0.1)
     assert file.served.subspace is None, "the damaged file is still there"
@@ -332,11 +332,11 @@ def test_a_first_rank_that_has_its_bases_learns_for_the_others(
     monkeypatch.setattr(model_bases, "LearningProcess", LearningInAThread)
     rank = Rank(model, cache_dir, tp_rank=0, tp_size=2)
     rank.have_learned(make_bases(SHAPE, [2, 1]))
-    file = rank.start()
+    file = rank.start(ranks_per_host=2)
     before = file.served.subspace
     agreement: Any = SimpleNamespace(gather=lambda mine, shape: [mine, torch.zeros(1)])
     Rank.files.append(file)
-    file.learn(agreement, 2, rank.prepare)
+    file.learn(agreement, rank.prepare)
     wait_until(lambda: file.served.state == "learning: 1 of 2")
     may_end.set()
     assert has_ended.wait(60)
@@ -519,8 +519,8 @@ def meet_unlike_turns(file: BasesFile, num_tokens: int = 5000) -> None:
 def test_unlike_turns_are_learned_from(model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(model, cache_dir)
     relearning = Relearning(rank, monkeypatch)
-    file = rank.start()
-    rank.learn(file, relearn_within=0.02)
+    file = rank.start(relearn_within=0.02)
+    rank.learn(file)
     time.sleep(0.1)
     assert relearning.given == [], "nothing is unlike yet"
     meet_unlike_turns(file)
@@ -543,9 +543,9 @@ def test_new_bases_that_are_not_better_are_refused(
     rank = Rank(model, cache_dir)
     relearning = Relearning(rank, monkeypatch)
     relearning.refusal = "not clearly better"
-    file = rank.start()
+    file = rank.start(relearn_within=0.02)
     before = file.served.subspace
-    rank.learn(file, relearn_within=0.02)
+    rank.learn(file)
     meet_unlike_turns(file)
     wait_until(lambda: file.served.as_dict()["relearning_refused"] == "not clearly better")
     time.sleep(0.1)
@@ -561,11 +561,11 @@ def test_bases_are_not_learned_again_if(
 ) -> None:
     rank = Rank(model, cache_dir)
     relearning = Relearning(rank, monkeypatch)
-    file = rank.start()
-    rank.learn(file, None if cause == "switched off" else 0.02)
+    file = rank.start(relearn_within=None if cause == "switched off" else 0.02)
+    rank.learn(file)
     assert (file.served.recent is None) == (cause == "switched off")
     if cause == "other weights":
-        file.served.recent = None
+        file.served.keep_no_text()
     meet_unlike_turns(file, 4000 if cause == "too few tokens" else 5000)
     assert file.served.drift.is_unlike
     time.sleep(0.2)

@@ -21,9 +21,11 @@ from benchmarks.overlap import (
     run,
 )
 from benchmarks.pages import MEASURED
+from benchmarks.planners import COMPARED
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.simulate import hardware
 from benchmarks.tables import RESULTS
+from krul_backend.planner.planners import PLANNERS
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo.player import TurnResult
 from krul_sglang.traced_restore import TracedRestore
@@ -166,5 +168,7 @@ def test_the_page_shows_the_ratios_of_published_machines() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_options_of_each_method_are_krul_s(method: str) -> None:
+def test_the_options_of_each_method_are_krul_s(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, planner in COMPARED.items():
+        monkeypatch.setitem(PLANNERS, name, planner)
     assert KrulConfig.from_mapping({"link_mbs": 40.0, **METHODS[method]}, method).link_mbs == 40

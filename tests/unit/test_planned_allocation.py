@@ -9,9 +9,10 @@ from itertools import pairwise
 import orjson
 import pytest
 
+from benchmarks.planners import FullRecomputePlanner
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import NO_DECODING, DecodeCost, RestoreCosts, RestorePlanner
-from krul_backend.planner.planners import FullRecomputePlanner, LocalSearchPlanner
+from krul_backend.planner.planners import LocalSearchPlanner
 from krul_backend.strategy.strategy import LayerGroups, Precision, StoredAs, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.common.agreement import RankAgreement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from krul_backend.codec.layout import LayerKV
 from krul_backend.errors import KrulError
 from krul_sglang.adapter import probe_forward
-from krul_sglang.adapter.probe_forward import HistoryAttention, ProbeForwards
+from krul_sglang.adapter.probe_forward import HistoryAttention, prepare_probe
 from krul_sglang.engine.budget import probing
 from krul_sglang.engine.budget.probing import PROBED_TOKENS, ProbeOutcome, Prober
 from krul_sglang.engine.restore.tail_groups import TailGroups
@@ -81,8 +82,8 @@ def server() -> Iterator[BudgetedServer]:
 
 def make_prober(server: BudgetedServer, group: Any = None) -> Prober:
     capture: Any = Capture()
-    forwards = ProbeForwards(SimpleNamespace(token_to_kv_pool=None, device="cpu"), capture)
-    return Prober(forwards.prepare, server.pool, server.codec, server.store, server.model, group)
+    prepare = partial(prepare_probe, SimpleNamespace(token_to_kv_pool=None, device="cpu"), capture)
+    return Prober(prepare, server.pool, server.codec, server.store, server.model, group)
 
 
 def store_two_turns(server: BudgetedServer) -> None:
@@ -146,7 +147,7 @@ def test_tokens_that_are_not_stored_stay_as_they_are_in_the_pool(
     """A restore computes them, from a history that is as exact."""
     head_ends = (64, 64, 0, 0)
     allocation: Any = SimpleNamespace(head_ends=lambda num_tokens, encoding: head_ends)
-    server.offloader.allocation = allocation
+    server.decide_by(server.budget, allocation=allocation)
     server.compute(FIRST_PAGES + MORE_PAGES)
     server.store_turn()
     assert server.headers[0].layer_first_token[0] == 64

@@ -316,13 +316,20 @@ def test_rows_are_given_up_before_requests_are_few(room: int, expected: tuple[in
     assert (few.num_requests, few.num_rows) == (4, 64)
 
 
+def runtime_of(engine: Engine, restore: Callable[[Any, Callable[[], Any]], Any]) -> KrulRuntime:
+    """That of a rank whose forwards with a prompt go through ``restore``."""
+    runtime = KrulRuntime(KrulConfig(), engine.capture)
+    restore_path = SimpleNamespace(forward=SimpleNamespace(run=restore))
+    linker = SimpleNamespace(steps=StepTimes(), provenance=None, restore_path=restore_path)
+    runtime.cache = cast(Any, SimpleNamespace(linker=SimpleNamespace(cache_linker=linker)))
+    return runtime
+
+
 def test_the_forward_hook_announces_every_forward(make_engine: MakeEngine) -> None:
     """Prompts and decode steps, of which Python sees nothing more when they are replayed."""
     engine = make_engine()
     worker = SimpleNamespace(model_runner=SimpleNamespace())
-    runtime = KrulRuntime(KrulConfig(), engine.capture)
-    runtime.linker = cast(Any, SimpleNamespace(steps=StepTimes()))
-    runtime.attach_to(worker.model_runner)
+    runtime_of(engine, lambda batch, forward: forward()).attach_to(worker.model_runner)
 
     def forward(batch: Any, tokens: Sequence[int]) -> None:
         queries = [[query("a", layer, p) for p in tokens] for layer in range(SHAPE.num_layers)]
@@ -346,11 +353,7 @@ def test_a_forward_that_verifies_restores_and_records_nothing(make_engine: MakeE
     engine = make_engine()
     worker = SimpleNamespace(model_runner=SimpleNamespace())
     restored: list[str] = []
-    runtime = KrulRuntime(KrulConfig(), engine.capture)
-    runtime.linker = cast(Any, SimpleNamespace(steps=StepTimes()))
-    runtime.restore_forward = cast(
-        Any, SimpleNamespace(run=lambda batch, forward: restored.append(batch.forward_mode.name) or forward())
-    )
+    runtime = runtime_of(engine, lambda batch, forward: restored.append(batch.forward_mode.name) or forward())
     runtime.attach_to(worker.model_runner)
 
     def original(original_worker: Any, batch: Any) -> None:

@@ -34,6 +34,7 @@ from tests.support.segment_builders import Stored, in_ranges, lease_of
 Heads = tuple[int, ...]
 PAGE_SIZE = 4
 NUM_SLOTS = 300
+SLOTS = torch.arange(NUM_SLOTS)
 
 
 class Conversation:
@@ -90,7 +91,8 @@ def load(readers: Sequence[SegmentReader], head_ends: Heads, slots: torch.Tensor
     lease: Any = None
     plan = RestorePlan(head_ends, 1.0)
     batch = Load(lease, tuple(readers), slots, readers[0].first_token, plan, NO_FORECAST)
-    tails = TailGroups(list(batch.parts()), pool.streams)
+    batch.begin()
+    tails = TailGroups(readers, pool.streams)
     checked: dict[tuple[int, int], int] = {}
     end_of_block = SegmentReader.end_of_block
 
@@ -137,7 +139,7 @@ def loaded(
     sources: list[SegmentSlice] = []
     for reader in readers:
         assert type(reader.decoder) is conversation.kind
-        reader.begin(head_ends)
+        reader.begin(head_ends, SLOTS[: reader.num_tokens])
         sources.append(reader.source)
         if not is_whole:
             segment = next(
@@ -227,7 +229,7 @@ def test_of_a_segment_that_heads_cover_nothing_is_asked_for(kind: str) -> None:
     readers = open_segments(lease, conversation.codec, conversation.num_pages * PAGE_SIZE)
     second_start = conversation.bounds[1]
     for reader in readers:
-        reader.begin((second_start,) * conversation.codec.num_layers)
+        reader.begin((second_start,) * conversation.codec.num_layers, SLOTS[: reader.num_tokens])
     for reader, is_covered in zip(readers, [True, False, False], strict=True):
         header = reader.source.header
         nothing = ((header.end_token,) * len(header.layer_num_bytes), (0,) * len(header.layer_num_bytes))
@@ -242,7 +244,7 @@ def test_a_pair_or_group_is_asked_for_as_far_as_its_neediest_layer_reads(kind: s
     num_layers, end = conversation.codec.num_layers, conversation.bounds[1]
     lease = lease_of(conversation.segments(None, 1)[:1], 0)
     (reader,) = open_segments(lease, conversation.codec, end)
-    reader.begin((*([end] * (num_layers - 1)), 0))
+    reader.begin((*([end] * (num_layers - 1)), 0), SLOTS[:end])
     read = {layer for layer, size in enumerate(reader.tail().layer_num_bytes) if size}
     sources = reader.decoder.sources(num_layers - 1)
     assert read == {source for source in sources if reader.source.header.layer_num_bytes[source]}
@@ -256,9 +258,9 @@ def test_less_than_was_asked_for_is_an_error_and_never_wrong_kv(kind: str) -> No
     (segment,) = conversation.segments(None, 1)[:1]
     lease = lease_of((segment,), 0)
     (reader,) = open_segments(lease, conversation.codec, end)
-    reader.begin((end - PAGE_SIZE,) * num_layers)
+    reader.begin((end - PAGE_SIZE,) * num_layers, SLOTS[:end])
     short = fetched(segment, reader.source, reader.tail())
-    reader.begin((0,) * num_layers)
+    reader.begin((0,) * num_layers, SLOTS[:end])
     reader.take_blocks_of(short)
     pool = TensorPool(conversation.shape, num_layers, NUM_SLOTS)
     before = pool.copy()
@@ -273,7 +275,7 @@ def test_blocks_of_another_encoding_are_not_taken() -> None:
     conversation = CONVERSATIONS["coded"]
     (segment,) = conversation.segments(None, 1)[:1]
     (reader,) = open_segments(lease_of((segment,), 0), conversation.codec, 24)
-    reader.begin((8,) * 4)
+    reader.begin((8,) * 4, SLOTS[:24])
     came = fetched(segment, reader.source, reader.tail())
     for changes in ({"codec": "raw"}, {"codec_params": {}}, {"start_token": 4}, {"num_tokens": 20}):
         with pytest.raises(TierReadError, match="stored again"):

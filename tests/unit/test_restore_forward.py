@@ -138,7 +138,9 @@ class Rig:
     ) -> None:
         self.log: list[str] = []
         self.before_forward: Callable[[], None] = lambda: None
-        self.batch = LoadBatch(loads, NUM_LAYERS, Device(torch.device("cpu")), patience_s)
+        self.batch = LoadBatch(
+            loads, NUM_LAYERS, Device(torch.device("cpu")), patience_s, agreement=agreement
+        )
         self.batch.begun()
         self.heads = FakeHeads(self.log)
         self.prefill = FakePrefill(self.log)
@@ -146,12 +148,11 @@ class Rig:
         self.has_begun = threading.Event()
         self.traces = TraceLog(OnlineCosts(COSTS), NUM_LAYERS)
         self.loader: Any = FakeLoader(self.batch)
-        heads: Any = self.heads if has_heads else None
         prefill: Any = self.prefill
         self.restore = RestoreForward(
             self.loader,
-            heads,
-            prefill,
+            self.heads.run if has_heads else None,
+            prefill.run,
             RankAgreement(None, 1) if agreement is None else agreement,
             self.traces,
             req_to_token=REQ_TO_TOKEN,

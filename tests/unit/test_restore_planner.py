@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planners import ALL_PLANNERS, COMPARED
 from benchmarks.simulate import hardware
 from benchmarks.simulate.__main__ import HISTORY_TOKENS, NEW_TOKENS
 from benchmarks.simulate.__main__ import make_problem as simulated_problem
@@ -105,7 +106,7 @@ def test_the_local_search_ends_at_most_one_percent_behind_the_oracle() -> None:
 @given(problems(max_layers=12, max_pages=30))
 def test_plans_are_allowed_and_never_beat_the_oracle(problem: RestoreProblem) -> None:
     solution, searched = OptimalPlanner().solve(problem), LocalSearchPlanner().plan(problem)
-    for planner in (*map(make_planner, PLANNERS), RandomPlanner()):
+    for planner in (*ALL_PLANNERS.values(), RandomPlanner()):
         plan = planner.plan(problem)
         # Sums of many plans at once and of one may differ in the last bit, also where one is 0.
         assert solution.bound_s <= plan.end_s * (1 + 1e-12) + 1e-12
@@ -126,7 +127,7 @@ def test_plans_are_allowed_and_never_beat_the_oracle(problem: RestoreProblem) ->
 @given(problem=problems(max_layers=8, max_pages=8))
 def test_only_an_impossible_restore_is_recomputed(name: str, problem: RestoreProblem) -> None:
     is_possible = RestoreTiming(problem).is_possible
-    assert make_planner(name).plan(problem).is_recompute == (not is_possible)
+    assert ALL_PLANNERS[name].plan(problem).is_recompute == (not is_possible)
 
 
 def large_problem(
@@ -236,7 +237,7 @@ def test_full_load_recomputes_only_what_is_not_stored() -> None:
 def test_the_uniform_ratio_balances_computing_and_loading() -> None:
     """A token is computed in 1 s and loaded in 4 s: four fifths are computed."""
     problem = make_problem(stored_run(0, 1000, [4.0] * 3))
-    assert make_planner("uniform").plan(problem).head_ends == (800, 800, 800)
+    assert COMPARED["uniform"].plan(problem).head_ends == (800, 800, 800)
 
 
 def test_the_pyramid_falls_linearly_and_balances() -> None:
@@ -262,7 +263,7 @@ def test_lengths_are_merged_where_it_adds_the_fewest_tokens() -> None:
 
 
 def test_planners_have_names() -> None:
-    assert tuple(PLANNERS) == ("local-search", "full-load", "full-recompute", "uniform", "pyramid")
+    assert tuple(PLANNERS) == ("local-search", "full-load", "pyramid")
     assert [make_planner(name).name for name in PLANNERS] == list(PLANNERS)
     with pytest.raises(RestoreError, match="'best' is unknown"):
         make_planner("best")
@@ -289,7 +290,7 @@ def test_what_is_left_out_when_storing_is_what_a_full_restore_recomputes(planner
 def test_fewer_bytes_per_token_leave_out_fewer_tokens() -> None:
     costs = RestoreCosts(ComputeCost(0, 1, 0), ComputeCost(0, 1, 0), {HOST: TierCost(0, 1)})
     sums = [
-        sum(allocate(make_planner("uniform"), whole_conversation(size), costs, page_size=4, new_tokens=0))
+        sum(allocate(COMPARED["uniform"], whole_conversation(size), costs, page_size=4, new_tokens=0))
         for size in (8.0, 3.0, 0.5, 0.01)
     ]
     assert sums == sorted(sums, reverse=True)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.planners import FullRecomputePlanner
 from krul_backend.planner.interface import DecodeCost, RestorePlan, RestoreProblem
-from krul_backend.planner.planners import FullRecomputePlanner, LocalSearchPlanner, make_planner
+from krul_backend.planner.planners import LocalSearchPlanner, make_planner
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore import restore_planning

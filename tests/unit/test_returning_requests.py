@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -40,13 +39,9 @@ from tests.support.tiered_builders import (
 KEYS = page_keys("c", 0, 4)
 
 
-def requests_on(
-    rig: Rig, clock: Callable[[], float] = time.monotonic, *, max_ahead_bytes: int = sys.maxsize
-) -> ReturningRequests:
+def requests_on(rig: Rig, clock: Callable[[], float] = time.monotonic, **limits: int) -> ReturningRequests:
     """The table of a server whose store is the rig's, and answers at once."""
-    return ReturningRequests(
-        rig.store, ServedModel(MODEL), AskedAtOnce(), clock, max_ahead_bytes=max_ahead_bytes
-    )
+    return ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock, **limits)
 
 
 @pytest.fixture
@@ -730,12 +725,21 @@ def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
     assert hold("e", lambda num_found: moved_run(8, 12)) == 3
     assert hold("c", lambda num_found: moved_run(12, 14)) == 3
     assert hold("d", lambda num_found: None) == 3
-    # Nor is one held whose head may not be computed at once.
-    waiting.max_head_tokens = 10 + RECOMPUTED_TOKENS - 1
-    assert hold("f", find) == 3
-    waiting.max_head_tokens += 1
-    assert hold("g", find) > 3
-    assert waiting.num_leases == 6
+    assert waiting.num_leases == 4
+    waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize(("num_spare_tokens", "brings_more"), [(-1, False), (0, True)])
+def test_a_moved_run_is_not_held_if_its_head_may_not_be_computed_at_once(
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch, num_spare_tokens: int, brings_more: bool
+) -> None:
+    monkeypatch.setattr(held_lease, "RECOMPUTED_TOKENS", 4)
+    waiting = requests_on(rig, clock, max_head_tokens=10 + RECOMPUTED_TOKENS + num_spare_tokens)
+    put_in_dram(rig, "new", 0, 3)
+    put_in_dram(rig, "old", 5, 12)
+    num_pages = look_up(waiting, "r", page_keys("new", 0, 20), lambda num_found: moved_run(5, 14))
+    assert (num_pages > 3) == brings_more
     waiting.release_all()
     rig.assert_nothing_is_held()
 

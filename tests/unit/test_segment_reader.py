@@ -225,8 +225,8 @@ def test_each_block_is_copied_once_and_dropped_after_its_last_use(
     monkeypatch.setattr(SegmentReader, "end_of_block", counted)
     pool, slots = TensorPool(SHAPE, NUM_LAYERS, num_slots=80), torch.arange(16)
     (reader,) = open_segments(lease_of(whole_segments(kind)[:1], DEVICE_TOKENS), CODEC, 16)
-    reader.begin((16, 12, 8, 8))
-    tails = TailGroups([(reader, slots)], pool.streams)
+    reader.begin((16, 12, 8, 8), slots)
+    tails = TailGroups([reader], pool.streams)
     native = reader.decoder.native_units  # type: ignore[attr-defined]
     for layer in range(NUM_LAYERS):
         groups = tails.of_layer(layer)

@@ -13,21 +13,28 @@ import torch
 
 from krul_backend.attention.rows import QueryRows, ReadKeys
 from krul_backend.attention.statistics import AttentionStatistics
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.daemon.client.client_session import DaemonConnection
 from krul_backend.daemon.protocol.messages import MAX_MODELS
+from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.strategy import LayerGroups, Strategy
+from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter import hook_targets
 from krul_sglang.adapter.factory import change_weights, use_idle_time
 from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.adapter.linker import KrulLinker
+from krul_sglang.adapter.rank_engine import MeasuredRank, RankEngine, RankSetup
 from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.budget.served_bases import ServedBases, TextDrift
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.restore.restore_path import RestoreMode
+from krul_sglang.engine.restore.restore_planning import DecodeCosts
 from krul_sglang.engine.restore.returning_request import Prompt
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
 from tests.support.engine_builders import make_store
@@ -38,6 +45,8 @@ from tests.support.subspace_builders import make_bases
 EPOCH, OTHER_EPOCH = b"\1" * 16, b"\2" * 16
 NUM_PAGES = 3
 NUM_TOKENS = NUM_PAGES * PAGE_SIZE
+COMPUTE = ComputeCost(1.0, 1.0, 0.0)
+COSTS = RestoreCosts(COMPUTE, COMPUTE, {DRAM_TIER: TierCost(0.0, 1.0)})
 
 
 # ---- the identity ----
@@ -88,14 +97,42 @@ class Rank:
         connection: Any = SimpleNamespace(store=self.store, close=self.store.close, as_dict=dict)
         allocator = SimpleNamespace(get_kvcache=lambda: pool)
         runtime = KrulRuntime(KrulConfig(strategy=strategy, probe_share=1.0, error_budget=1e6))
-        runtime.model_runner = SimpleNamespace()
-        runtime.model, runtime.pool, runtime.connection = self.model, open_pool(pool), connection
+        opened = open_pool(pool)
+        codec, bases = ModelCodecs(opened.shape, opened.num_layers, None), None
         if strategy == "subspace":
-            bases = make_bases(runtime.pool.shape, [2, 1])
-            runtime.bases = ServedBases(TextDrift("m", 0))
-            runtime.bases.have(SubspaceCodec(bases, None), "learned")
-        runtime.agreement = runtime.restore_agreement = alone
-        params = SimpleNamespace(token_to_kv_pool_allocator=allocator, tp_cache_group=None)
+            subspace = SubspaceCodec(make_bases(opened.shape, [2, 1]), None)
+            codec.add_bases(subspace)
+            bases = ServedBases(TextDrift("m", 0))
+            bases.have(subspace, "learned")
+        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 1)))
+        setup = RankSetup(
+            config=runtime.config,
+            gate=runtime.gate,
+            model_runner=runner,
+            capture=None,
+            model=self.model,
+            pool=opened,
+            codec=codec,
+            connection=connection,
+            num_ranks_here=1,
+            rotary=None,
+            bases=bases,
+            agreement=alone,
+            restore_agreement=alone,
+            stores=True,
+            probe_group=None,
+            chunk_tokens=1,
+        )
+        measured = MeasuredRank(
+            mode=RestoreMode("full-load", "no heads"),
+            proof=None,
+            heads=None,
+            costs=OnlineCosts(COSTS),
+            decode_costs=DecodeCosts({}, {}),
+            add_bases=lambda subspace, is_older: None,
+        )
+        runtime.engine = RankEngine(setup, measured)
+        params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
         runtime.attach_to(params)
         self.linker = KrulLinker(None, params, components=(), extra_config=None)
 

@@ -265,6 +265,10 @@ class TailReader(Protocol[Decoder_co]):
     @property
     def end_row(self) -> int: ...
 
+    @property
+    def slots(self) -> torch.Tensor:
+        """The slots of these tokens: int64 ``[num_tokens]``."""
+
     def has_tail(self, layer: int) -> bool: ...
 
     def first_row(self, layer: int) -> int: ...
@@ -284,10 +288,6 @@ class TailReader(Protocol[Decoder_co]):
         Raises:
             CodecError: so much of it is not stored.
         """
-
-
-Part = tuple[TailReader[Decoder], torch.Tensor]
-"""A segment that is read, and the slots of its tokens: int64 ``[num_tokens]``."""
 
 
 class TailGroup(ABC):
@@ -320,9 +320,9 @@ class Restorer(ABC, Generic[Decoder]):
         self.device = device
 
     @abstractmethod
-    def groups(self, layer: int, parts: Sequence[Part[Decoder]]) -> list[TailGroup]:
-        """The tails of a layer, as they are restored together: none of parts without one. ``parts`` are the
-        same for every layer; layers are restored in ascending order."""
+    def groups(self, layer: int, readers: Sequence[TailReader[Decoder]]) -> list[TailGroup]:
+        """The tails of a layer, as they are restored together: none of readers without one. ``readers`` are
+        the same for every layer; layers are restored in ascending order."""
 
     @property
     def has_decoded(self) -> bool:

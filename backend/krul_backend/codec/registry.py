@@ -23,9 +23,8 @@ from krul_backend.strategy.strategy import Strategy
 CODECS: dict[str, Callable[[ModelKV, CodecOptions | None], Codec[Any]]] = {
     NativeCodec.name: NativeCodec,
     PairCodec.name: PairCodec,
-    HeldBases.name: lambda model, options: HeldBases(model),
 }
-"""Makes each codec for a model, by its name. A new codec needs a line here."""
+"""Makes each codec for a model, by its name, but the one in bases. A new codec needs a line here."""
 
 _MAX_OPENED = 256
 """Decoders that are kept: of the conversations that return now."""
@@ -36,7 +35,8 @@ class ModelCodecs:
 
     ``rotary`` is the model's table. None if its rotation cannot be taken off (unknown or not invertible).
     ``subspace`` opens segments whose groups of layers share a subspace, if they are stored in its bases; so
-    do those that ``bases.add`` is given.
+    do those that ``add_bases`` is given. ``may_come(digest)`` says of others whether they may come. ``bases``
+    is the codec of all these.
     """
 
     def __init__(
@@ -46,16 +46,18 @@ class ModelCodecs:
         rotary: RotaryTable | None,
         options: CodecOptions | None = None,
         subspace: SubspaceCodec | None = None,
+        may_come: Callable[[str], bool] = lambda digest: False,
     ) -> None:
         self.num_layers = num_layers
         model = ModelKV(shape, num_layers, rotary)
-        self._codecs = {name: make(model, options) for name, make in CODECS.items()}
+        self.bases = HeldBases(model, may_come)
+        self._codecs: dict[str, Codec[Any]] = {name: make(model, options) for name, make in CODECS.items()}
+        self._codecs[HeldBases.name] = self.bases
         # The least recently used first.
         self._opened: dict[tuple[int, int, bytes], SegmentDecoder] = {}
         self._opened_lock = threading.Lock()
-        self.bases.on_drop = self._forget_opened
         if subspace is not None:
-            self.bases.add(subspace)
+            self.add_bases(subspace)
 
     def __getitem__(self, name: str) -> Codec[Any]:
         """The codec of this name. Raises CodecError for an unknown one."""
@@ -63,12 +65,15 @@ class ModelCodecs:
             raise CodecError(f"codec {name!r:.80} is unknown (known: {', '.join(self._codecs)})")
         return self._codecs[name]
 
-    @property
-    def bases(self) -> HeldBases:
-        """The codec of segments in bases, which may come later."""
-        codec = self[HeldBases.name]
-        assert isinstance(codec, HeldBases)
-        return codec
+    def add_bases(self, subspace: SubspaceCodec, *, is_older: bool = False) -> None:
+        """Open segments that are stored in its bases, too, from here on. Turns are stored in those that come
+        last and are not ``is_older``: these stay, and of all others the last ``MOST_BASES - 1``. Any thread
+        may call it.
+        """
+        if self.bases.add(subspace, is_older=is_older):
+            # Decoders of those that were given up.
+            with self._opened_lock:
+                self._opened.clear()
 
     @property
     def native(self) -> UnitsCodec:
@@ -102,10 +107,6 @@ class ModelCodecs:
             if len(self._opened) > _MAX_OPENED:
                 del self._opened[next(iter(self._opened))]
         return decoder
-
-    def _forget_opened(self) -> None:
-        with self._opened_lock:
-            self._opened.clear()
 
     def _open(self, params: Mapping[str, Any], start_token: int, num_tokens: int) -> SegmentDecoder:
         name = params.get("codec") if isinstance(params, Mapping) else None

@@ -14,7 +14,6 @@ import torch
 
 from krul_backend.codec.interface import (
     KVBuffers,
-    Part,
     Restorer,
     TailGroup,
     TailReader,
@@ -78,10 +77,10 @@ class UnitRestorer(Restorer["UnitDecoder"]):
         self._on_device: dict[tuple[TailReader[UnitDecoder], int], torch.Tensor] = {}
         self._kept: set[tuple[TailReader[UnitDecoder], int]] = set()
 
-    def groups(self, layer: int, parts: Sequence[Part[UnitDecoder]]) -> list[TailGroup]:
-        key = tuple((reader.num_head_rows(layer), reader.decoder.native_units[layer]) for reader, _ in parts)
+    def groups(self, layer: int, readers: Sequence[TailReader[UnitDecoder]]) -> list[TailGroup]:
+        key = tuple((reader.num_head_rows(layer), reader.decoder.native_units[layer]) for reader in readers)
         if key not in self._grouped:
-            self._grouped[key] = self._group(layer, parts)
+            self._grouped[key] = self._group(layer, readers)
         return [make_group(layer) for make_group in self._grouped[key]]
 
     def close(self) -> None:
@@ -89,23 +88,25 @@ class UnitRestorer(Restorer["UnitDecoder"]):
         self._grouped.clear()
         self._on_device.clear()
 
-    def _group(self, layer: int, parts: Sequence[Part[UnitDecoder]]) -> list[Callable[[int], TailGroup]]:
+    def _group(
+        self, layer: int, readers: Sequence[TailReader[UnitDecoder]]
+    ) -> list[Callable[[int], TailGroup]]:
         """What makes the groups of this layer, and of others with the same heads."""
-        native: list[tuple[Part[UnitDecoder], NativeTail]] = []
+        native: list[tuple[TailReader[UnitDecoder], NativeTail]] = []
         groups: list[Callable[[int], TailGroup]] = []
-        for reader, slots in parts:
+        for reader in readers:
             if not reader.has_tail(layer):
                 continue
             unit = reader.decoder.native_units[layer]
             if unit is None:
-                groups.append(partial(_CodedUnit, self, reader, slots))
+                groups.append(partial(_CodedUnit, self, reader))
             else:
-                native.append(((reader, slots), NativeTail(unit, reader.first_row(layer), reader.end_row)))
+                native.append((reader, NativeTail(unit, reader.first_row(layer), reader.end_row)))
         for joined in in_batches(native, lambda part: part[1].num_bytes):
             rows = NativeTails([tail for _, tail in joined], self.device)
             # Of all of their tokens, in the order of the tails.
-            of_tails = torch.cat([slots[reader.num_head_rows(layer) :] for (reader, slots), _ in joined])
-            tails = [(reader, tail.num_bytes) for (reader, _), tail in joined]
+            of_tails = torch.cat([reader.slots[reader.num_head_rows(layer) :] for reader, _ in joined])
+            tails = [(reader, tail.num_bytes) for reader, tail in joined]
             groups.append(partial(_NativeGroup, tails, rows, of_tails))
         return groups
 
@@ -146,13 +147,10 @@ class _CodedUnit(TailGroup):
 
     is_decoded = True
 
-    def __init__(
-        self, restorer: UnitRestorer, reader: TailReader[UnitDecoder], slots: torch.Tensor, layer: int
-    ) -> None:
+    def __init__(self, restorer: UnitRestorer, reader: TailReader[UnitDecoder], layer: int) -> None:
         self.blocks = [reader.block(source) for source in reader.decoder.sources(layer)]
         self._restorer = restorer
         self._reader = reader
-        self._slots = slots
         self._layer = layer
 
     def fetch(self, device: Device) -> None:
@@ -167,7 +165,7 @@ class _CodedUnit(TailGroup):
             reader.first_row(layer),
             reader.end_row,
             *pool.buffers(layer),
-            self._slots[reader.num_head_rows(layer) :],
+            reader.slots[reader.num_head_rows(layer) :],
         )
         self._restorer.drop_blocks(reader, layer)
 

@@ -309,15 +309,6 @@ class LocalSearchPlanner(RestorePlanner):
         return recompute if recompute.end_s < plan.end_s + problem.costs.overhead_s else plan
 
 
-class FullRecomputePlanner(RestorePlanner):
-    """The engine computes the whole prefix itself (the paper's "full KV recompute")."""
-
-    name = "full-recompute"
-
-    def plan(self, problem: RestoreProblem) -> RestorePlan:
-        return RestorePlan.recompute(problem)
-
-
 class HeadsPlanner(RestorePlanner):
     """Plans the head ends ``[L]`` that ``heads_of`` finds, if any are possible."""
 
@@ -335,8 +326,6 @@ PLANNERS: dict[str, RestorePlanner] = {
     for planner in (
         LocalSearchPlanner(),
         HeadsPlanner("full-load", full_load_heads),
-        FullRecomputePlanner(),
-        HeadsPlanner("uniform", uniform_heads),
         HeadsPlanner("pyramid", pyramid_heads),
     )
 }

@@ -135,7 +135,7 @@ class ErrorBudget(Decision):
         """Store natively from here on: the bases belong to other weights."""
         self._are_weights_known = False
         self._probe_share = 0.0
-        self._bases.recent = None
+        self._bases.keep_no_text()
         logger.warning("krul: the weights are not those that the bases were learned from: turns stay native")
 
     def decide(self, turn: Turn | None, missing: Sequence[range]) -> TurnEncoding:

@@ -200,12 +200,11 @@ class _StoredHistory:
         self._pool = pool
         self._slots = path.slots[: readers[-1].end_token]
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for reader in readers:
-            header = reader.source.header
-            reader.begin(reader.decoder.decodable_from(header.layer_first_token))
         places = torch.arange(len(self._slots), device=self._slots.device)
-        parts = [(reader, places[reader.first_token : reader.end_token]) for reader in readers]
-        self.tails = TailGroups(parts, pool.streams)
+        for reader in readers:
+            head_ends = reader.decoder.decodable_from(reader.source.header.layer_first_token)
+            reader.begin(head_ends, places[reader.first_token : reader.end_token])
+        self.tails = TailGroups(readers, pool.streams)
 
     def layer(self, layer: int) -> LayerKV:
         """The KV of a layer; asked for once, in ascending order."""

@@ -162,13 +162,18 @@ class ServedBases:
     that came to new bases; ``refusal``: why the last time it did not, None if it did.
     """
 
-    def __init__(self, drift: TextDrift, end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        drift: TextDrift,
+        recent: RecentText | None = None,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
         """``end`` stops what learns bases or looks for them."""
         self.subspace: SubspaceCodec | None = None
         self.num_had = 0
         self.state = "none"
         self.drift = drift
-        self.recent: RecentText | None = None
+        self.recent = recent
         self.num_relearned = 0
         self.refusal: str | None = None
         self._end = end
@@ -178,6 +183,10 @@ class ServedBases:
         self.subspace, self.state = subspace, state
         self.num_had += 1
         logger.info("krul: bases %s of the model: %s", subspace.bases.digest[:16], state)
+
+    def keep_no_text(self) -> None:
+        """Nothing will be learned again from the turns that are stored."""
+        self.recent = None
 
     def relearned(self, tp_rank: int, refusal: str | None) -> None:
         """Learning again has ended; ``refusal`` says why its bases are not taken, None if they are."""

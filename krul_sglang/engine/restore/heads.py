@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,21 +40,12 @@ class Head:
         return Head(self.token_ids[first : stop - self.start], self.slots[:stop], begin, ends)
 
 
-class HeadForward(Protocol):
-    """Recomputes heads through the engine's own layers."""
+RunHeads = Callable[[Sequence[Head], Callable[[int], None]], None]
+"""Recomputes heads together, through the engine's own layers. On every tensor-parallel rank with the same
+lengths. The second argument is called with ``l`` before layer ``l`` is launched, and with ``num_layers`` at
+the end."""
 
-    def run(self, heads: Sequence[Head], on_layer: Callable[[int], None]) -> None:
-        """Recompute ``heads`` together. On every tensor-parallel rank with the same lengths.
-
-        ``on_layer(l)`` is called before layer ``l`` is launched, and with ``num_layers`` at the end.
-        """
-
-
-class PrefixForward(Protocol):
-    """Computes a prefix again with the engine's own forward."""
-
-    def run(self, schedule_batch: Any, index: int, first: int, end: int) -> None:
-        """Compute tokens ``[first, end)`` of request ``index`` of the engine's batch, which is left as it is.
-
-        Those before them lie in the pool. On every tensor-parallel rank with the same numbers.
-        """
+RunPrefix = Callable[[Any, int, int, int], None]
+"""Computes tokens ``[first, end)`` of request ``index`` of the engine's batch again, with the engine's own
+forward; the batch is left as it is. Those before them lie in the pool. On every tensor-parallel rank with the
+same numbers."""

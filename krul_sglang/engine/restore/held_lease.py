@@ -57,10 +57,6 @@ class HeldLease:
     moved: MovedRun | None = None
 
     @property
-    def first_key(self) -> str:
-        return self.run.first_key
-
-    @property
     def renew_at_s(self) -> float:
         """When the lease should be renewed; at once if nothing is on its way for it."""
         if not self.num_renewals or self.is_refused:

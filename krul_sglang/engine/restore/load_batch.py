@@ -101,11 +101,11 @@ class Load:
         """Seconds after which its forward should end."""
         return self.plan.end_s + self.forecast.overhead_s
 
-    def parts(self) -> Iterator[tuple[SegmentReader, torch.Tensor]]:
-        """Each segment, and the slots of its tokens."""
+    def begin(self) -> None:
+        """Say to the readers what they read, and where it goes."""
         for reader in self.readers:
             first = reader.first_token - self.device_tokens
-            yield reader, self.slots[first : first + reader.num_tokens]
+            reader.begin(self.plan.head_ends, self.slots[first : first + reader.num_tokens])
 
     def tail_slots(self, layer: int) -> torch.Tensor:
         """The slots of what is loaded in a layer."""
@@ -130,7 +130,7 @@ class LoadBatch:
     It fails when waiting is not worth it any more (``deadline_s``). If it ``lands_whole``, the forward waits
     for the last layer before it enters the first: for a load that only takes cores from the forward, and
     hides nothing.
-    ``agreement`` joins the threads of the ranks whose forwards wait.
+    ``agreement`` joins the threads of the ranks whose forwards wait; None: there is one rank.
     """
 
     def __init__(
@@ -141,6 +141,7 @@ class LoadBatch:
         patience_s: float | None,
         *,
         lands_whole: bool = False,
+        agreement: RankAgreement | None = None,
     ) -> None:
         """``patience_s``: so long a load may stand still beyond its plan; None for a share of the time that
         computing it takes."""
@@ -160,7 +161,7 @@ class LoadBatch:
             patience_s = max(share.least_s, share.of_recompute * self._recompute_s)
         self._patience_s = patience_s
         self.salvaged: dict[str, int] = {}
-        self.agreement = RankAgreement(None, num_ranks=1)
+        self._agreement = agreement or RankAgreement(None, num_ranks=1)
         self._num_agreed = 0
         self._changed = threading.Condition()
         self._pool_lock = threading.Lock()
@@ -273,7 +274,7 @@ class LoadBatch:
         if layer in self.wait_times or self._is_abandoned:
             return
         begin = self.clock.mark()
-        if self.agreement.num_ranks == 1:
+        if self._agreement.num_ranks == 1:
             event = self._wait_landed(layer)
         else:
             if layer >= self._num_agreed:
@@ -328,7 +329,7 @@ class LoadBatch:
             num_landed = torch.tensor([len(self._landed)], dtype=torch.float64)
         except LoadFailedError as error:
             failure = str(error)
-        of_ranks = self.agreement.gather(num_landed, (1,))
+        of_ranks = self._agreement.gather(num_landed, (1,))
         if of_ranks is None:
             raise LoadFailedError(failure)
         return int(min(of_rank.item() for of_rank in of_ranks))

@@ -18,11 +18,13 @@ import torch
 from krul_backend.codec.interface import TailGroup
 from krul_backend.errors import KrulError
 from krul_backend.store.interface import KVStore
+from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
 from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
-from krul_sglang.engine.restore.tail_groups import Part, TailGroups
+from krul_sglang.engine.restore.segment_reader import SegmentReader
+from krul_sglang.engine.restore.tail_groups import TailGroups
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class LayerWiseLoader:
     A load owns its lease, which is released when the load has ended or failed. Segments in a
     lower tier are fetched while the first layers are copied. If a part of a load does not come, the segments
     before it are loaded all the same, so that only the rest has to be computed.
-    ``patience_s``: see ``LoadBatch``. ``link``: slows loads down.
+    ``patience_s``, ``agreement``: see ``LoadBatch``. ``link``: slows loads down.
     ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
     raises fails the batch.
     """
@@ -102,6 +104,7 @@ class LayerWiseLoader:
         gate: TransferGate,
         patience_s: float | None = None,
         link: Link | None = None,
+        agreement: RankAgreement | None = None,
         before_layer: Callable[[int, int], None] = lambda index, layer: None,
     ) -> None:
         self.counters = LoadCounters()
@@ -111,6 +114,7 @@ class LayerWiseLoader:
         self._gate = gate
         self._patience_s = patience_s
         self._link = link
+        self._agreement = agreement
         self._before_layer = before_layer
         self._running: dict[int, Future[None]] = {}
         self._next_index = 0
@@ -136,6 +140,7 @@ class LayerWiseLoader:
             lands_whole=self._device.shares_cores
             and self._link is None
             and all(load.lease.is_in_dram for load in loads.values()),
+            agreement=self._agreement,
         )
         self.counter.batches[index] = batch
         self._running[index] = self._worker.submit(self._run, index, batch, ready)
@@ -229,18 +234,18 @@ class LayerWiseLoader:
             for load in loads:
                 self._begin(load)
             batch.begun()
-            parts = [part for load in loads for part in load.parts()]
+            readers = [reader for load in loads for reader in load.readers]
             before_layer = partial(self._before_layer, index)
             # What a CPU was told to do is done.
             free = () if self._device.shares_cores else ready[1:]
-            if not self._copy(batch, parts, batch.landed, before_layer, free):
+            if not self._copy(batch, readers, batch.landed, before_layer, free):
                 return
         self._count(loads)
 
     def _copy(
         self,
         batch: LoadBatch,
-        parts: Sequence[Part],
+        readers: Sequence[SegmentReader],
         landed: Callable[[LayerTimes], None],
         before_layer: Callable[[int], None] = lambda layer: None,
         free: Sequence[Any] = (),
@@ -248,7 +253,7 @@ class LayerWiseLoader:
         """Copy all layers of these segments, and say of each layer when it has ``landed``; False if the batch
         was abandoned. The slots may be written after the events ``free``."""
         checks = BlockChecks(self._device, batch.deadline_s, self._store.report_damage)
-        tails, groups = TailGroups(parts, self._device), deque[list[TailGroup]]()
+        tails, groups = TailGroups(readers, self._device), deque[list[TailGroup]]()
         num_announced = 0
         # Closed before a failure is reported: recomputing may need the memory.
         with closing(checks), closing(tails):
@@ -263,10 +268,10 @@ class LayerWiseLoader:
                 before_layer(layer)
                 if layer == 0:
                     if not all(event.query() for event in free):
-                        self._stage(batch, chain.from_iterable(groups), parts, checks)
+                        self._stage(batch, chain.from_iterable(groups), readers, checks)
                     for event in free:
                         self._device.wait_for(event)
-                is_loaded = self._load_layer(batch, groups.popleft(), parts, checks)
+                is_loaded = self._load_layer(batch, groups.popleft(), readers, checks)
                 if not is_loaded or not self._rotate_keys(batch, layer):
                     return False
                 if layer == self._pool.num_layers - 1:
@@ -285,29 +290,28 @@ class LayerWiseLoader:
     def _salvage(self, batch: LoadBatch, error: Exception) -> dict[str, int]:
         """Load the segments before those that have not come; returns how many tokens of each request they
         complete. Nothing if memory ran out, or on any other error."""
-        parts, salvaged = list[Part](), dict[str, int]()
+        readers, salvaged = list[SegmentReader](), dict[str, int]()
         damaged_id = error.segment_id if isinstance(error, DamagedBlockError) else None
         try:
             if not isinstance(error, KrulError) or batch.is_abandoned:
                 return {}
             for rid, load in batch.loads.items():
                 # Rotated keys would be rotated twice.
-                for reader, slots in load.parts() if load.moved is None else ():
+                for reader in load.readers if load.moved is None else ():
                     again = reader.again(load.plan.head_ends)
                     if again is None or again.block(0).source.segment_id == damaged_id:
                         break
-                    parts.append((again, slots))
+                    readers.append(again)
                     salvaged[rid] = again.end_token - load.device_tokens
             with self._device.working_on(self._stream):
-                return salvaged if parts and self._copy(batch, parts, lambda times: None) else {}
+                return salvaged if readers and self._copy(batch, readers, lambda times: None) else {}
         except Exception as again_failed:
             logger.info("krul: nothing of a failed load can be used: %s", again_failed)
             return {}
 
     def _begin(self, load: Load) -> None:
         """Make a load's readers ready; what is in a lower tier is on its way from here on."""
-        for reader in load.readers:
-            reader.begin(load.plan.head_ends)
+        load.begin()
         if not load.lease.is_in_dram:
             # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
             fetched = self._store.fetch(load.lease, [reader.tail() for reader in load.readers])
@@ -315,7 +319,11 @@ class LayerWiseLoader:
                 reader.take_blocks_of(source)
 
     def _stage(
-        self, batch: LoadBatch, groups: Iterable[TailGroup], parts: Sequence[Part], checks: BlockChecks
+        self,
+        batch: LoadBatch,
+        groups: Iterable[TailGroup],
+        readers: Sequence[SegmentReader],
+        checks: BlockChecks,
     ) -> None:
         """Upload what has been checked, as far as it may lie on the device before it is written."""
         num_bytes = 0
@@ -323,23 +331,27 @@ class LayerWiseLoader:
             num_bytes += sum(block.num_bytes for block in group.blocks)
             if num_bytes > MAX_STAGED_BYTES or not checks.are_done(group.blocks):
                 return
-            self._fetch(batch, group, parts)
+            self._fetch(batch, group, readers)
 
-    def _fetch(self, batch: LoadBatch, group: TailGroup, parts: Sequence[Part]) -> None:
+    def _fetch(self, batch: LoadBatch, group: TailGroup, readers: Sequence[SegmentReader]) -> None:
         """Copy a group to the device. A block that several layers need passes the link once."""
-        num_before = _num_read(parts)
+        num_before = _num_read(readers)
         with batch.decoding(group.decodes_early):
             group.fetch(self._device)
         if self._link is not None:
-            self._link.carry(_num_read(parts) - num_before)
+            self._link.carry(_num_read(readers) - num_before)
 
     def _load_layer(
-        self, batch: LoadBatch, groups: Sequence[TailGroup], parts: Sequence[Part], checks: BlockChecks
+        self,
+        batch: LoadBatch,
+        groups: Sequence[TailGroup],
+        readers: Sequence[SegmentReader],
+        checks: BlockChecks,
     ) -> bool:
         """Group after group, so that the device never holds the blocks of several; False if given up."""
         for group in groups:
             checks.wait(group.blocks)
-            self._fetch(batch, group, parts)
+            self._fetch(batch, group, readers)
             with batch.writing() as is_wanted, batch.decoding(group.is_decoded):
                 if not is_wanted:
                     return False
@@ -360,12 +372,12 @@ class LayerWiseLoader:
         self.counters.requests += len(loads)
         self.counters.tokens += sum(len(load.slots) for load in loads)
         self.counters.dram_tokens += sum(len(load.slots) for load in loads if load.lease.is_in_dram)
-        self.counters.num_bytes += sum(_num_read(load.parts()) for load in loads)
+        self.counters.num_bytes += sum(_num_read(load.readers) for load in loads)
 
 
-def _num_read(parts: Iterable[Part]) -> int:
+def _num_read(readers: Iterable[SegmentReader]) -> int:
     """Bytes that were read of these segments so far."""
-    return sum(reader.num_bytes for reader, _ in parts)
+    return sum(reader.num_bytes for reader in readers)
 
 
 def _any_decoded(loads: Sequence[Load]) -> bool:

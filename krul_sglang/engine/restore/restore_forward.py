@@ -13,7 +13,7 @@ from krul_backend.device import Device, StreamClock
 from krul_backend.errors import KrulError
 from krul_backend.memory import is_out_of_memory
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.restore.heads import Head, HeadForward, PrefixForward
+from krul_sglang.engine.restore.heads import Head, RunHeads, RunPrefix
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
 from krul_sglang.engine.restore.restore_trace import RestoreTrace, TraceLog
@@ -61,8 +61,8 @@ class RestoreForward:
     def __init__(
         self,
         loader: LayerWiseLoader,
-        heads: HeadForward | None,
-        prefill: PrefixForward,
+        heads: RunHeads | None,
+        prefill: RunPrefix,
         agreement: RankAgreement,
         traces: TraceLog,
         *,
@@ -72,7 +72,7 @@ class RestoreForward:
         self.counters = ForwardCounters()
         self._loader = loader
         self._heads = heads
-        self._engine = prefill
+        self._prefill_anew = prefill
         self._agreement = agreement
         self._traces = traces
         self._req_to_token = req_to_token
@@ -91,7 +91,6 @@ class RestoreForward:
             return self._prefill(schedule_batch, forward)
         prefixes = list(self._prefixes(schedule_batch, batch))
         trace = RestoreTrace(batch, is_mixed=len(prefixes) < len(schedule_batch.reqs))
-        batch.agreement = self._agreement
         # Models that write KV themselves ask SGLang's pool for its buffers: heads wait for no load.
         self._loader.counter.set_consumer(_NO_CONSUMER)
         has_failed = has_heads = False
@@ -162,7 +161,7 @@ class RestoreForward:
 
         def run(first: int, end: int) -> None:
             parts = [part for head in heads if (part := head.part(first, end)) is not None]
-            recompute.run(parts, on_layer)
+            recompute(parts, on_layer)
 
         self._in_steps(max(head.ends[0] - head.start for head in heads), len(heads), run)
         self.counters.head_tokens += sum(head.ends[0] - head.start for head in heads)
@@ -262,7 +261,7 @@ class RestoreForward:
 
     def _prefill_part(self, schedule_batch: Any, prefix: _Prefix, first: int, end: int) -> None:
         start = prefix.load.device_tokens
-        self._engine.run(schedule_batch, prefix.index, start + first, start + end)
+        self._prefill_anew(schedule_batch, prefix.index, start + first, start + end)
 
 
 @dataclass(frozen=True, eq=False)

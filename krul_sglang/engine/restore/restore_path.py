@@ -78,7 +78,7 @@ class RestorePath:
 
         Returns None if computing them is faster, or if they cannot be read: then the caller keeps the lease.
         """
-        if held.first_key != first_key or len(slots) > held.num_pages(self.page_size) * self.page_size:
+        if held.run.first_key != first_key or len(slots) > held.num_pages(self.page_size) * self.page_size:
             return None
         run, moved = held.moved, None
         num_tokens, shift, load_from = len(slots), 0, None

@@ -136,7 +136,7 @@ class RestorePlanning:
         self._codec = codec
         self._agreement = agreement
         self._page_size = page_size
-        self.max_head_tokens = max_head_tokens
+        self._max_head_tokens = max_head_tokens
         self._max_new_tokens = max_new_tokens
         # What the requests of the batch take that were planned so far.
         self._batch_head_tokens = 0
@@ -196,7 +196,7 @@ class RestorePlanning:
             new_tokens=max(1, min(new_tokens, self._max_new_tokens)),
             runs=runs,
             costs=self.costs.current(),
-            max_head_tokens=max(0, self.max_head_tokens - self._batch_head_tokens),
+            max_head_tokens=max(0, self._max_head_tokens - self._batch_head_tokens),
             compute_delay_s=self._batch_compute_s,
             load_delay_s=self._batch_load_s,
         )

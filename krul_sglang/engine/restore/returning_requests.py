@@ -81,8 +81,6 @@ class ReturningRequests:
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     """
 
-    max_head_tokens = sys.maxsize
-
     def __init__(
         self,
         store: KVStore,
@@ -91,7 +89,9 @@ class ReturningRequests:
         clock: Callable[[], float] = time.monotonic,
         *,
         max_ahead_bytes: int = sys.maxsize,
+        max_head_tokens: int = sys.maxsize,
     ) -> None:
+        self._max_head_tokens = max_head_tokens
         self._max_ahead_bytes = max_ahead_bytes
         self._store = store
         self._model = model
@@ -270,7 +270,7 @@ class ReturningRequests:
         self._drop(request.renewal)
         request.renewal = None
         token_ids, find_run = request.prompt.token_ids(), request.prompt.find_run
-        finder = LeaseFinder(self._store, self._model.identity, self.max_head_tokens, self._clock)
+        finder = LeaseFinder(self._store, self._model.identity, self._max_head_tokens, self._clock)
         request.run = run
         request.question = self._asking.ask(lambda: finder.find(page_keys, token_ids, find_run))
 

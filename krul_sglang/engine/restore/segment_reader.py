@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from krul_backend.codec.interface import SegmentDecoder
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.errors import CodecError, TierReadError
@@ -14,19 +16,26 @@ from krul_sglang.engine.restore.block_checks import LayerBlock
 class SegmentReader:
     """Reads tokens ``[first_token, end_token)`` of a conversation from one leased segment.
 
-    The planner asks it about the segment. If the plan loads, ``begin`` follows, and then ``TailGroups`` reads
-    each layer in ascending order. Positions are absolute::
+    The planner asks it about the segment. If the plan loads, ``begin`` says from where on each layer is read,
+    and the ``slots`` of all these tokens (int64 ``[num_tokens]``). Then ``TailGroups`` reads each layer in
+    ascending order. Positions are absolute::
 
         [first_token, head_ends[l])   not read in layer l
         [head_ends[l], end_token)     read, decoded and written to their slots
 
     ``source`` is what was leased, ``num_tokens`` how many of its tokens are wanted, from the first one on.
     ``shift``: how many tokens later they are in this conversation than in the one that they were stored for;
-    keys are restored as they were stored. ``num_bytes`` were read so far.
+    keys are restored as they were stored. ``fetched`` has the blocks, if it is not ``source``: see
+    ``take_blocks_of``. ``num_bytes`` were read so far.
     """
 
     def __init__(
-        self, source: SegmentSlice, decoder: SegmentDecoder, num_tokens: int, shift: int = 0
+        self,
+        source: SegmentSlice,
+        decoder: SegmentDecoder,
+        num_tokens: int,
+        shift: int = 0,
+        fetched: SegmentSlice | None = None,
     ) -> None:
         header = source.header
         self.shift = shift
@@ -38,7 +47,8 @@ class SegmentReader:
         self._row = source.first_page * header.page_size
         self.end_row = self._row + num_tokens
         self._first_rows: list[int] = []
-        self._fetched = source
+        self.slots = torch.arange(0)
+        self._fetched = source if fetched is None else fetched
 
     @property
     def first_token(self) -> int:
@@ -48,8 +58,9 @@ class SegmentReader:
     def end_token(self) -> int:
         return self.first_token + self.num_tokens
 
-    def begin(self, head_ends: Sequence[int]) -> None:
-        """Say from where on each layer is read."""
+    def begin(self, head_ends: Sequence[int], slots: torch.Tensor) -> None:
+        """Say what is read, and where it goes."""
+        self.slots = slots
         start_token = self.source.header.start_token + self.shift
         # The end if a layer has no tail.
         self._first_rows = [min(max(end - start_token, self._row), self.end_row) for end in head_ends]
@@ -80,9 +91,8 @@ class SegmentReader:
             status is not None and not all(status.has_landed(layer) for layer in layers)
         ):
             return None
-        reader = SegmentReader(self.source, self.decoder, self.num_tokens, self.shift)
-        reader._fetched = self._fetched
-        reader.begin(head_ends)
+        reader = SegmentReader(self.source, self.decoder, self.num_tokens, self.shift, self._fetched)
+        reader.begin(head_ends, self.slots)
         return reader
 
     def has_tail(self, layer: int) -> bool:

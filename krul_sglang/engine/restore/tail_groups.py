@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from krul_backend.codec.interface import Restorer, TailGroup
 from krul_backend.device import Device
 from krul_sglang.engine.restore.segment_reader import SegmentReader
-
-Part = tuple[SegmentReader, torch.Tensor]
-"""A segment that is read, and the slots of its tokens: int64 ``[num_tokens]``."""
 
 
 class TailGroups:
     """Has the groups of each layer made by the restorers of the codecs that stored the segments."""
 
-    def __init__(self, parts: Sequence[Part], device: Device) -> None:
-        alike: dict[type[Restorer[Any]], list[Part]] = {}
-        for reader, slots in parts:
-            alike.setdefault(reader.decoder.restorer, []).append((reader, slots))
+    def __init__(self, readers: Sequence[SegmentReader], device: Device) -> None:
+        alike: dict[type[Restorer[Any]], list[SegmentReader]] = {}
+        for reader in readers:
+            alike.setdefault(reader.decoder.restorer, []).append(reader)
         self._restorers = [(restorer(device), of_restorer) for restorer, of_restorer in alike.items()]
 
     def of_layer(self, layer: int) -> list[TailGroup]:
         """The groups of a layer; none if no segment has a tail in it."""
-        return [group for restorer, parts in self._restorers for group in restorer.groups(layer, parts)]
+        return [group for restorer, readers in self._restorers for group in restorer.groups(layer, readers)]
 
     @property
     def has_decoded(self) -> bool:

@@ -78,11 +78,8 @@ class SpaceAllocation:
             EXPECTED_NEW_TOKENS,
             self._max_head_tokens,
         )
-        return self._agreed(None if heads[-1] == num_tokens else heads)
-
-    def _agreed(self, heads: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The first rank's ``heads``, on every rank."""
-        decided = orjson.loads(self._agreement.broadcast(orjson.dumps(heads)))
+        mine = None if heads[-1] == num_tokens else heads
+        decided = orjson.loads(self._agreement.broadcast(orjson.dumps(mine)))
         return None if decided is None else tuple(decided)
 
 

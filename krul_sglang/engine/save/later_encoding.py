@@ -18,6 +18,7 @@ from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.units import UnitDecoder
 from krul_backend.errors import CodecError
+from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import MAX_FAST_COPY_SHARE, Lease, SegmentSlice
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -86,7 +87,8 @@ class LaterEncoder:
     of a core: ``LEAST_SHARE``, or as much as there is of that room taken; half of it if requests wait; all of
     it while a turn waits for room, or while the oldest copy is one of a daemon that has died, whose successor
     does not know it. A copy stays findable, before and after it is encoded: then it is the
-    first to leave when memory needs room, or leaves at once unless ``keeps_copies``.
+    first to leave when memory needs room, or leaves at once unless ``keeps_copies``. ``writer`` is hurried by
+    those that wait for room: see there, also for ``costs``.
     """
 
     def __init__(
@@ -94,20 +96,20 @@ class LaterEncoder:
         store: KVStore,
         pool: DevicePool,
         codec: ModelCodecs,
-        writer: SegmentWriter,
         counters: OffloadCounters,
         gate: TransferGate,
+        costs: OnlineCosts | None,
         *,
         copy_room: Callable[[], int],
         keeps_copies: bool = True,
     ) -> None:
+        self.writer = SegmentWriter(store, pool.streams, pool.num_layers, counters, self.hurried, costs)
         self.room_bytes = copy_room()
         self._copy_room = copy_room
         self.keeps_copies = keeps_copies
         self._store = store
         self._pool = pool
         self._codec = codec
-        self._writer = writer
         self._counters = counters
         self._gate = gate
         self._changed = threading.Condition()
@@ -315,10 +317,10 @@ class LaterEncoder:
         run = TokenRun(_CopyReader(copy, self._codec, self._pool).read, start, end - start, copy.head_ends)
         if not self._store.is_held(copy.lease) and copy.encoding.exact is not None:
             exact = copy.encoding.exact.encode(copy.index, run, pause)
-            self._writer.write(copy.turn, copy.pages, exact, stream, is_fast_copy=True, is_wanted=is_wanted)
+            self.writer.write(copy.turn, copy.pages, exact, stream, is_fast_copy=True, is_wanted=is_wanted)
         encoded = copy.encoding.encode(copy.index, run, pause)
         copy.on_encoded(encoded.codec)
-        if self._writer.write(copy.turn, copy.pages, encoded, stream, is_wanted=is_wanted):
+        if self.writer.write(copy.turn, copy.pages, encoded, stream, is_wanted=is_wanted):
             if not self.keeps_copies:
                 self._store.drop_fast_copies(copy.turn.model, copy.page_keys)
         elif is_wanted():

@@ -16,6 +16,7 @@ from functools import partial
 from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
+from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -23,7 +24,7 @@ from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.transfer_gate import Patience, TransferGate
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
 from krul_sglang.engine.save.later_encoding import ExactCopy, LaterEncoder
-from krul_sglang.engine.save.segment_writer import OffloadCounters, SegmentWriter
+from krul_sglang.engine.save.segment_writer import OffloadCounters
 from krul_sglang.engine.save.strategy_choice import ChoiceCounters, Decision
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import TurnEncoding
@@ -43,15 +44,14 @@ class Job:
     ``needs_store`` is False as soon as only copying is left to be done before ``has_read``.
     """
 
-    future: Future[bool]
-
-    def __init__(self, turn: Turn, patience: Patience) -> None:
+    def __init__(self, turn: Turn, patience: Patience, start: Callable[[Job], Future[bool]]) -> None:
         self.turn = turn
         self.patience = patience
         self.has_read = threading.Event()
         self.is_revoked = False
         self.needs_store = True
         self._reading = threading.Lock()
+        self.future = start(self)
 
     def is_wanted(self) -> bool:
         return not self.is_revoked
@@ -74,9 +74,9 @@ class TurnOffloader:
 
     A turn whose encoding loses something, or takes long, is stored as it is, and ``encoder`` encodes that
     later: its slots are free as soon as they were copied. Unless it ``stores``, another rank does, and this
-    one only takes part in what they decide. With an ``allocation``, tokens that a restore would
-    recompute are not stored, and dropped from earlier turns. It may be set after the offloader is made,
-    before the first turn. If ``runs`` is set, it remembers what is stored where.
+    one only takes part in what they decide. With an ``allocation``, tokens that a restore would recompute are
+    not stored, and dropped from earlier turns. ``runs``, if there are any, remember what is stored where.
+    ``costs``: see ``SegmentWriter``.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -91,6 +91,8 @@ class TurnOffloader:
         decision: Decision,
         *,
         allocation: SpaceAllocation | None = None,
+        runs: RunIndex | None = None,
+        costs: OnlineCosts | None = None,
         gate: TransferGate | None = None,
         max_layer_bytes: int = MAX_LAYER_BYTES,
         copy_room: Callable[[], int] = lambda: sys.maxsize,
@@ -104,8 +106,8 @@ class TurnOffloader:
         self._codec = codec
         self._decision = decision
         self._stores = stores
-        self.allocation = allocation
-        self.runs: RunIndex | None = None
+        self._allocation = allocation
+        self._runs = runs
         self._gate = TransferGate() if gate is None else gate
         self._queue: deque[Job] = deque()
         layer_token_bytes = pool.shape.k_token_bytes + pool.shape.v_token_bytes
@@ -115,18 +117,17 @@ class TurnOffloader:
         self._copy_pages = min(self._segment_pages, max(1, copy_room() // 2 // self._page_bytes))
         self._device = pool.streams
         self._stream = self._device.new_stream()
-        self.writer = SegmentWriter(store, self._device, pool.num_layers, self.counters)
         self.encoder = LaterEncoder(
             store,
             pool,
             codec,
-            self.writer,
             self.counters,
             self._gate,
+            costs,
             copy_room=copy_room,
             keeps_copies=keeps_copies,
         )
-        self.writer.while_full = self.encoder.hurried
+        self.writer = self.encoder.writer
         self._worker = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="krul-offload", initializer=self._device.bind_background_thread
         )
@@ -134,8 +135,7 @@ class TurnOffloader:
     def submit(self, turn: Turn) -> Job:
         """Queue a turn. Pages that are stored already are never read or encoded again. Does not wait."""
         self.counters.turns += 1
-        job = Job(turn, self._gate.patience())
-        job.future = self._worker.submit(self._store_turn, job)
+        job = Job(turn, self._gate.patience(), lambda job: self._worker.submit(self._store_turn, job))
         self._queue.append(job)
         return job
 
@@ -243,8 +243,8 @@ class TurnOffloader:
             missing = missing if may_read else None
             encoding = self._decision.decide(None if missing is None else turn, missing or ())
         head_ends = None
-        if self.allocation is not None:
-            head_ends = self.allocation.head_ends(len(turn.token_ids), encoding)
+        if self._allocation is not None:
+            head_ends = self._allocation.head_ends(len(turn.token_ids), encoding)
         if missing is None:
             if is_to_store:
                 return "no answer"
@@ -353,8 +353,8 @@ class TurnOffloader:
             reading=partial(job.reading, is_last=is_last),
             on_read=job.has_read.set if is_last else None,
         )
-        if is_stored and self.runs is not None:
-            self.runs.add(turn.tenant, turn.page_keys, turn.token_ids, pages, turn.moved_from)
+        if is_stored and self._runs is not None:
+            self._runs.add(turn.tenant, turn.page_keys, turn.token_ids, pages, turn.moved_from)
         return is_stored
 
     def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:

@@ -56,13 +56,21 @@ class SegmentWriter:
     """Takes room in the store for encoded runs, copies their blocks there, and commits them.
 
     Used by several threads, each with a stream of its own. What is not wanted any more when ``clear`` is
-    called is not stored after it. ``costs`` tell the store how long computing a
-    segment takes; ``while_full()`` is entered while room is waited for. Both may be set later.
+    called is not stored after it. ``while_full()`` is entered while room is waited for. ``costs`` tell the
+    store how long computing a segment takes; None: nobody has measured it.
     """
 
-    def __init__(self, store: KVStore, device: Device, num_layers: int, counters: OffloadCounters) -> None:
-        self.costs: OnlineCosts | None = None
-        self.while_full: Callable[[], AbstractContextManager[None]] = nullcontext
+    def __init__(
+        self,
+        store: KVStore,
+        device: Device,
+        num_layers: int,
+        counters: OffloadCounters,
+        while_full: Callable[[], AbstractContextManager[None]],
+        costs: OnlineCosts | None = None,
+    ) -> None:
+        self._while_full = while_full
+        self._costs = costs
         self._store = store
         self._device = device
         self._num_layers = num_layers
@@ -110,7 +118,7 @@ class SegmentWriter:
         )
         reservation = self._store.reserve(encoded.layer_num_bytes, turn.tenant, is_fast_copy=is_fast_copy)
         if reservation is None:
-            with self.while_full():
+            with self._while_full():
                 reservation = self._wait_for_room(encoded, turn.tenant, is_fast_copy, is_wanted)
         if reservation is None:
             return False
@@ -163,6 +171,6 @@ class SegmentWriter:
 
     def recompute_s(self, start: int, end: int) -> float:
         """Seconds that computing tokens ``[start, end)`` takes: what a restore of them saves."""
-        if self.costs is None:
+        if self._costs is None:
             return 0.0
-        return self._num_layers * self.costs.current().own.layer_s(end - start, start)
+        return self._num_layers * self._costs.current().own.layer_s(end - start, start)

@@ -47,38 +47,34 @@ class SubspaceRun(EncodedRun):
 
 
 class HeldBases(Codec[RunLimit]):
-    """Opens segments in the bases that it was given, and encodes in those of a sample."""
+    """Opens segments in the bases that it was given, and encodes in those of a sample.
+
+    ``may_come`` is asked for bases that are not here, by their digest: whether they may come.
+    """
 
     name = SUBSPACE
 
-    def __init__(self, model: ModelKV) -> None:
+    def __init__(self, model: ModelKV, may_come: Callable[[str], bool]) -> None:
         super().__init__(model)
         # By the digest of their bases; the newest ones are the last.
         self._held: dict[str, SubspaceCodec] = {}
         self._lock = threading.Lock()
-        # Asked for bases that are not here, by their digest: whether they may come.
-        self.may_come: Callable[[str], bool] = lambda digest: False
-        # Called when bases have been given up, which decoders may still hold.
-        self.on_drop: Callable[[], None] = lambda: None
+        self._may_come = may_come
 
     @property
     def num_held(self) -> int:
         """In how many different bases segments can be opened."""
         return len(self._held)
 
-    def add(self, subspace: SubspaceCodec, *, is_older: bool = False) -> None:
-        """Open segments that are stored in its bases, too, from here on. Turns are stored in those that come
-        last and are not ``is_older``: these stay, and of all others the last ``MOST_BASES - 1``. Any thread
-        may call it.
-        """
+    def add(self, subspace: SubspaceCodec, *, is_older: bool) -> bool:
+        """See ``ModelCodecs.add_bases``. Returns whether others were given up for it."""
         digest = subspace.bases.digest
         with self._lock:
             others = [(known, each) for known, each in self._held.items() if known != digest]
             place = len(others) - 1 if is_older and others else len(others)
             others.insert(place, (digest, subspace))
             self._held = dict(others[-MOST_BASES:])
-        if len(others) > MOST_BASES:
-            self.on_drop()
+        return len(others) > MOST_BASES
 
     def encode(self, run: TokenRun, how: RunLimit, pause: Callable[[], None] = lambda: None) -> SubspaceRun:
         subspace = self._subspace(how.sample.bases.digest)
@@ -117,7 +113,7 @@ class HeldBases(Codec[RunLimit]):
     def _subspace(self, digest: object) -> SubspaceCodec:
         subspace = self._held.get(digest) if isinstance(digest, str) else None
         if subspace is None:
-            if isinstance(digest, str) and self.may_come(digest):
+            if isinstance(digest, str) and self._may_come(digest):
                 raise AwaitedBasesError(f"stored in bases {digest:.16}, which are looked for")
             raise CodecError(f"stored in bases {digest!r:.80}, which are not here")
         return subspace

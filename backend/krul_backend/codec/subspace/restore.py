@@ -10,7 +10,6 @@ import torch
 
 from krul_backend.codec.interface import (
     KVBuffers,
-    Part,
     Restorer,
     TailGroup,
     TailReader,
@@ -138,11 +137,11 @@ class SubspaceRestorer(Restorer["SubspaceDecoder"]):
         self._begun: list[GroupRestore] = []
         self._read: set[tuple[TailReader[SubspaceDecoder], int]] = set()
 
-    def groups(self, layer: int, parts: Sequence[Part[SubspaceDecoder]]) -> list[TailGroup]:
-        alike: dict[str, list[Part[SubspaceDecoder]]] = {}
-        for reader, slots in parts:
+    def groups(self, layer: int, readers: Sequence[TailReader[SubspaceDecoder]]) -> list[TailGroup]:
+        alike: dict[str, list[TailReader[SubspaceDecoder]]] = {}
+        for reader in readers:
             if reader.has_tail(layer):
-                alike.setdefault(reader.decoder.bases_digest, []).append((reader, slots))
+                alike.setdefault(reader.decoder.bases_digest, []).append(reader)
         return [
             _CodedGroups(self, together, layer)
             for of_bases in alike.values()
@@ -157,11 +156,9 @@ class SubspaceRestorer(Restorer["SubspaceDecoder"]):
         for begun in self._begun:
             begun.check()
 
-    def begin(self, layer: int, parts: Sequence[Part[SubspaceDecoder]]) -> GroupRestore | None:
+    def begin(self, layer: int, readers: Sequence[TailReader[SubspaceDecoder]]) -> GroupRestore | None:
         """Begin to restore the group of a layer; None if an earlier layer has brought it."""
-        targets = [
-            self._target(reader, layer, slots) for reader, slots in parts if self._is_new(reader, layer)
-        ]
+        targets = [self._target(reader, layer) for reader in readers if self._is_new(reader, layer)]
         if not targets:
             return None
         self._begun.append(begin_group(targets, self.device))
@@ -173,7 +170,7 @@ class SubspaceRestorer(Restorer["SubspaceDecoder"]):
         self._read.add(key)
         return is_new
 
-    def _target(self, reader: TailReader[SubspaceDecoder], layer: int, slots: torch.Tensor) -> GroupTarget:
+    def _target(self, reader: TailReader[SubspaceDecoder], layer: int) -> GroupTarget:
         """The tail of a layer's group, of a checked block, and where it goes.
 
         Raises:
@@ -188,13 +185,13 @@ class SubspaceRestorer(Restorer["SubspaceDecoder"]):
         block = torch.from_numpy(reader.end_of_block(source, reader.num_tail_bytes(source, last)))
         tail = decoder.tail(group, block, reader.first_row(last), reader.end_row)
         first_rows = [reader.first_row(each) for each in layers]
-        return GroupTarget(tail, first_rows, slots[reader.num_head_rows(last) :])
+        return GroupTarget(tail, first_rows, reader.slots[reader.num_head_rows(last) :])
 
 
-def _num_pool_bytes(part: Part[SubspaceDecoder]) -> int:
+def _num_pool_bytes(reader: TailReader[SubspaceDecoder]) -> int:
     """The bytes of a segment's tokens in a layer of the pool."""
-    shape = part[0].decoder.shape
-    return part[0].num_tokens * (shape.k_token_bytes + shape.v_token_bytes)
+    shape = reader.decoder.shape
+    return reader.num_tokens * (shape.k_token_bytes + shape.v_token_bytes)
 
 
 class _CodedGroups(TailGroup):
@@ -203,22 +200,20 @@ class _CodedGroups(TailGroup):
     is_decoded = decodes_early = True
 
     def __init__(
-        self, restorer: SubspaceRestorer, parts: Sequence[Part[SubspaceDecoder]], layer: int
+        self, restorer: SubspaceRestorer, readers: Sequence[TailReader[SubspaceDecoder]], layer: int
     ) -> None:
-        self.blocks = [
-            reader.block(source) for reader, _ in parts for source in reader.decoder.sources(layer)
-        ]
+        self.blocks = [reader.block(source) for reader in readers for source in reader.decoder.sources(layer)]
         self._restorer = restorer
-        self._parts = parts
+        self._readers = readers
         self._layer = layer
         self._begun: GroupRestore | None = None
 
     def fetch(self, device: Device) -> None:
         # Asked again, nothing is new.
-        self._begun = self._restorer.begin(self._layer, self._parts) or self._begun
+        self._begun = self._restorer.begin(self._layer, self._readers) or self._begun
 
     def restore(self, pool: KVBuffers) -> None:
         if self._begun is not None:
-            decoder = self._parts[0][0].decoder
+            decoder = self._readers[0].decoder
             layers = decoder.stored_as.groups[decoder.group_of(self._layer)]
             self._begun.write([pool.buffers(layer) for layer in layers])
