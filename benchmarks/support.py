@@ -77,6 +77,7 @@ SERVED = (
     Served("/update_weights_from_disk", "tests/integration/test_weight_updates.py"),
     Served("--enable-streaming-session", "tests/integration/test_weight_updates.py"),
     Served("--speculative-algorithm NGRAM", "tests/integration/test_speculation.py"),
+    Served("--speculative-algorithm STANDALONE", "tests/integration/test_draft_models.py"),
     Served("ssd_dir, and a daemon that several servers join", "tests/integration/test_tiers_serving.py"),
 )
 

@@ -17,6 +17,7 @@ from krul_backend.codec.pairs.selectors import make_selector
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.errors import HintError
 from krul_backend.memory import format_bytes
+from krul_backend.segment import ModelIdentity
 from krul_backend.strategy.strategy import Precision
 from krul_backend.tiers.common.hint import SessionName
 from krul_sglang.adapter.probe_forward import ProbeForwards
@@ -29,11 +30,13 @@ from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, LatestAnswer
 from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.step_times import StepTimes, timed
+from krul_sglang.engine.restore.draft_loads import DraftLoads
 from krul_sglang.engine.restore.loading import LayerWiseLoader, Link
 from krul_sglang.engine.restore.restore_path import RestorePath
 from krul_sglang.engine.restore.returning_requests import ReturningRequests
+from krul_sglang.engine.save.draft_saving import DraftSaver
 from krul_sglang.engine.save.later_encoding import copy_room
-from krul_sglang.engine.save.offload import TurnOffloader
+from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
 from krul_sglang.engine.save.request_hints import RequestHints
 from krul_sglang.engine.save.strategy_choice import Decision, SelectorDecision
 from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
@@ -90,7 +93,10 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._bases is not None or runtime.config.truncation_reuse:
             keys, _ = self._pool.buffers(0)
             runtime.provenance = KvProvenance(
-                len(keys), self._pool.streams, lambda index: self.loader.batch(index)
+                len(keys),
+                self._pool.streams,
+                lambda index: self.loader.batch(index),
+                params.req_to_token_pool.req_to_token,
             )
         self.provenance = runtime.provenance
         if self._bases is not None:
@@ -114,12 +120,16 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         identity = self.model.identity
         self.runs = RunIndex(identity.page_size) if runtime.config.truncation_reuse else None
         self.offloader.runs = self.runs
+        self.draft = runtime.draft
+        if self.draft is not None:
+            self.offloader.drafts = DraftSaver(self._store, self.draft, MAX_LAYER_BYTES)
         self.loader = LayerWiseLoader(
             self._store,
             self._pool,
             runtime.gate,
             patience_s=runtime.config.load_timeout,
             link=None if not runtime.config.link_mbs else Link(runtime.config.link_mbs),
+            drafts=None if self.draft is None else DraftLoads(self._store, self.draft),
         )
         self._restore_path: RestorePath | None = None
         self.asking = AskingThread(DaemonPatience(), trial=self._store.stats)
@@ -163,6 +173,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._restore_path = restore_path
         self.returning.max_head_tokens = restore_path.planning.max_head_tokens
         self.offloader.writer.costs = restore_path.planning.costs
+        if self.offloader.drafts is not None:
+            self.offloader.drafts.writer.costs = restore_path.planning.costs
 
     @timed
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -232,6 +244,27 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # ---- store ----
 
+    def note_draft(self, forward: Any) -> None:
+        """Note of which tokens of a forward (SGLang's batch) the draft model has, or will have, KV."""
+        assert self.draft is not None
+        batch = None
+        if forward.forward_mode.is_extend_without_speculative():
+            batch = self.loader.batch(forward.hicache_consumer_index)
+        if batch is not None:
+            for rid, load in batch.loads.items():
+                self.draft.note_restored(load.slots, batch.draft_tokens.get(rid, 0))
+        if forward.out_cache_loc is not None:
+            self.draft.note_computed(forward.out_cache_loc)
+
+    def note_ended(self, req: Any) -> None:
+        """Count how much of SGLang's request ``req``, whose turn has ended, was drafted rightly."""
+        if self.draft is not None:
+            self.draft.note_ended(
+                is_restored=req.cached_tokens_host > 0,
+                num_forwards=req.spec_verify_ct,
+                num_accepted=req.spec_num_correct_drafts,
+            )
+
     @timed
     def ended_turn(self, path: StoredPath, owner: TurnOwner) -> Turn:
         """A turn that has just ended, with what was captured of its attention, to be stored."""
@@ -300,7 +333,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._forget_runs()
         # If the weights have just changed, nothing was stored under their identity yet.
         if self.model.is_settled:
-            self._store.clear(self.model.identity)
+            self._clear(self._identities())
         self.model.empty_pool()
 
     def begin_weights_change(self) -> None:
@@ -314,13 +347,21 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.model.begin_change()
         if not was_settled:
             return  # the identity is new, and nothing has been stored under it
-        before, was_lasting = self.model.identity, self.model.is_lasting
+        before, was_lasting = self._identities(), self.model.is_lasting
         self.model.rename(self._agreement.broadcast(os.urandom(16)))
         self.returning.release_all()
         self._forget_runs()
         self._decision.forget_model()
         if not was_lasting:
-            self._store.clear(before)
+            self._clear(before)
+
+    def _identities(self) -> list[ModelIdentity]:
+        """Those under which KV is stored: the model's, and its draft model's."""
+        return [self.model.identity, *([] if self.draft is None else [self.draft.identity])]
+
+    def _clear(self, identities: Iterable[ModelIdentity]) -> None:
+        for identity in identities:
+            self._store.clear(identity)
 
     def _forget_runs(self) -> None:
         if self.runs is not None:
@@ -370,6 +411,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "estimator": None if self._capture is None else {"name": "sampled"},
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
+            "draft": None if self.draft is None else self.draft.as_dict(),
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
             "restore": None if self._restore_path is None else self._restore_path.as_dict(),
             "waiting_leases": self.returning.num_leases,

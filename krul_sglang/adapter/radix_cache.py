@@ -377,6 +377,7 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if _turn_ended_well(req):
             with self.linker.cache_linker.steps.hooks:
+                self.linker.cache_linker.note_ended(req)
                 self.linker.offload_turn(req)
 
     def claim_kv_row(self, req: Any) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from krul_sglang.engine.budget.served_bases import ServedBases
     from krul_sglang.engine.capture.query_capture import QueryCapture
     from krul_sglang.engine.common.agreement import RankAgreement
+    from krul_sglang.engine.common.draft_kv import DraftKV
     from krul_sglang.engine.common.kv_pool import DevicePool
     from krul_sglang.engine.common.served_model import ServedModel
     from krul_sglang.engine.common.store_connection import StoreConnection
@@ -37,6 +38,7 @@ class KrulRuntime:
     is recorded, ``rotary`` if keys are stored with their rotary embedding, ``bases`` and ``provenance``
     unless turns are stored within an error budget. ``agreement`` joins the threads of all ranks that store
     turns, ``restore_agreement`` their scheduler threads.
+    ``draft_runners`` are SGLang's runners of a draft model, whose KV ``draft`` is; none without one.
     ``num_ranks_here`` share the host memory of this host.
     ``restore_forward`` is None until forwards may restore. ``gate`` knows when forwards and restores run.
     """
@@ -46,12 +48,14 @@ class KrulRuntime:
     gate: TransferGate = field(default_factory=TransferGate, init=False)
     # When the model is loaded, before CUDA graphs are captured.
     model_runner: Any = field(init=False)
+    draft_runners: tuple[Any, ...] = ()
     capture: QueryCapture | None = None
     # By the factory of the cache.
     model: ServedModel = field(init=False)
     pool: DevicePool = field(init=False)
     connection: StoreConnection = field(init=False)
     num_ranks_here: int = 1
+    draft: DraftKV | None = None
     rotary: RotaryTable | None = None
     bases: ServedBases | None = None
     agreement: RankAgreement = field(init=False)

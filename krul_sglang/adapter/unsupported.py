@@ -69,7 +69,8 @@ _LORA = "recomputed heads run without the adapter, and stored KV does not name i
 _MEDIA = "images and sounds are not in the token ids by which KV is found and heads are recomputed"
 _BITWISE = "recomputed KV is not rounded like KV that was prefilled"
 _SCATTERED = "ranks hold different tokens between layers, where heads are cut by token"
-_DRAFTS = "draft models have KV of their own, which is not restored"
+_DRAFTS = "what it keeps of a conversation beside the target's KV is not restored"
+_SPECULATION = ("NGRAM", "STANDALONE")
 _BY_SLOT = "what it returns of a prompt is kept by KV slot, and is not restored with the KV"
 _FULL_ATTENTION = "heads are recomputed with attention over all tokens"
 
@@ -114,11 +115,11 @@ LAUNCH_RULES = (
         (2, ""),
     ),
     Rule(
-        "--speculative-algorithm other than NGRAM",
+        f"--speculative-algorithm other than {', '.join(_SPECULATION)}",
         _DRAFTS,
         ("speculative_algorithm",),
-        lambda name: _is_named(name) and name.upper() != "NGRAM",
-        ("EAGLE",),
+        lambda name: _is_named(name) and name.upper() not in _SPECULATION,
+        ("DFLASH",),
     ),
     Rule(
         "--speculative-algorithm and --enable-streaming-session",

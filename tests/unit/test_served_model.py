@@ -95,7 +95,11 @@ class Rank:
             runtime.bases = ServedBases(TextDrift("m", 0))
             runtime.bases.have(SubspaceCodec(bases, None), "learned")
         runtime.agreement = runtime.restore_agreement = alone
-        params = SimpleNamespace(token_to_kv_pool_allocator=allocator, tp_cache_group=None)
+        params = SimpleNamespace(
+            token_to_kv_pool_allocator=allocator,
+            tp_cache_group=None,
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 1)),
+        )
         runtime.attach_to(params)
         self.linker = KrulLinker(None, params, components=(), extra_config=None)
 

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 41_100),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 11_500),
+    "product": (PRODUCT, 41_500),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 11_950),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         7_600,
@@ -28,8 +28,8 @@ LIMITS = {
         14_800,
     ),
     "benchmarks": (("benchmarks",), 9_400),
-    "tests": (("tests",), 53_400),
-    "tests/support": (("tests/support",), 5_400),
+    "tests": (("tests",), 53_500),
+    "tests/support": (("tests/support",), 5_490),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 

@@ -18,6 +18,7 @@ from krul_backend.planner.interface import RestorePlan
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.restore.held_lease import HeldLease
 from krul_sglang.engine.restore.segment_reader import SegmentReader
 
 _AGREEMENTS = 8
@@ -82,7 +83,8 @@ class Load:
     Tokens ``[device_tokens, device_tokens + len(slots))`` of the conversation go to ``slots`` (int64, on the
     pool's device): in each layer those from ``plan.head_ends[layer]`` on, which ``readers`` copy, one after
     another, out of the lease's segments. ``moved``: set if they are stored at other positions, or after
-    other text; then the first of ``slots`` may be filled by heads alone.
+    other text; then the first of ``slots`` may be filled by heads alone. ``held`` was leased for the request,
+    and names its pages.
     """
 
     lease: Lease
@@ -92,6 +94,7 @@ class Load:
     plan: RestorePlan
     forecast: Forecast
     moved: MovedKeys | None = None
+    held: HeldLease | None = None
 
     def parts(self) -> Iterator[tuple[SegmentReader, torch.Tensor]]:
         """Each segment, and the slots of its tokens."""
@@ -122,7 +125,8 @@ class LoadBatch:
     It fails when waiting is not worth it any more (``deadline_s``). If it ``lands_whole``, the forward waits
     for the last layer before it enters the first: for a load that only takes cores from the forward, and
     hides nothing.
-    ``agreement`` joins the threads of the ranks whose forwards wait.
+    ``agreement`` joins the threads of the ranks whose forwards wait. ``draft_tokens``: of how many tokens of
+    each request, from the load's first one on, the draft KV has come, too.
     """
 
     def __init__(
@@ -151,6 +155,7 @@ class LoadBatch:
             patience_s = max(share.least_s, share.of_recompute * self._recompute_s)
         self._patience_s = patience_s
         self.salvaged: dict[str, int] = {}
+        self.draft_tokens: dict[str, int] = {}
         self.agreement = RankAgreement(None, num_ranks=1)
         self._num_agreed = 0
         self._changed = threading.Condition()

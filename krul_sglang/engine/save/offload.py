@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from functools import partial
 
 from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
@@ -21,6 +22,7 @@ from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import Patience, TransferGate
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
+from krul_sglang.engine.save.draft_saving import DraftSaver
 from krul_sglang.engine.save.later_encoding import ExactCopy, LaterEncoder
 from krul_sglang.engine.save.segment_writer import OffloadCounters, SegmentWriter
 from krul_sglang.engine.save.strategy_choice import ChoiceCounters, Decision
@@ -59,7 +61,8 @@ class TurnOffloader:
     A turn whose encoding loses something, or takes long, is stored as it is, and ``encoder`` encodes that
     later: its slots are free as soon as they were copied. With an ``allocation``, tokens that a restore would
     recompute are not stored, and dropped from earlier turns. It may be set after the offloader is made,
-    before the first turn. If ``runs`` is set, it remembers what is stored where.
+    before the first turn. If ``runs`` is set, it remembers what is stored where; if ``drafts`` is, the draft
+    model's KV is stored, too.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -88,6 +91,7 @@ class TurnOffloader:
         self._decision = decision
         self.allocation = allocation
         self.runs: RunIndex | None = None
+        self.drafts: DraftSaver | None = None
         self._gate = TransferGate() if gate is None else gate
         self._queue: deque[Job] = deque()
         layer_token_bytes = pool.shape.k_token_bytes + pool.shape.v_token_bytes
@@ -189,6 +193,10 @@ class TurnOffloader:
     def _store_turn(self, job: Job) -> bool:
         try:
             with self._device.working_on(self._stream, job.turn.ready):
+                if self.drafts is not None:
+                    # First, since the slots may be given away when the target's KV has been read.
+                    pause = partial(self._gate.give_way, job.patience)
+                    self.drafts.save(job.turn, self._stream, pause, job.is_wanted)
                 cause = self._store_missing(job)
         except Exception:
             logger.exception("krul: a turn of %d tokens could not be stored", len(job.turn.token_ids))
