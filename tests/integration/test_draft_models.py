@@ -281,8 +281,12 @@ def test_draft_kv_comes_back_with_the_target_s(restored: Restored) -> None:
         assert draft["stored_tokens"] < restored.stats["offload"]["tokens"]
     else:
         assert (draft["restored_tokens"], draft["missing_tokens"]) == (loaded, 0)
-        assert draft["dropped_turns"] == 0
-        assert draft["stored_tokens"] == restored.stats["offload"]["tokens"]
+        offload = restored.stats["offload"]
+        # On a busy machine a turn may be evicted while it is stored.
+        num_evicted = offload["dropped_turns"].get("evicted", 0)
+        assert draft["dropped_turns"] <= num_evicted
+        if not num_evicted:
+            assert draft["stored_tokens"] == offload["tokens"]
 
 
 def test_failed_loads_were_computed_and_nobody_noticed(restored: Restored) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -145,6 +146,25 @@ def test_a_target_that_fails_has_no_drafts(draft: Draft) -> None:
     assert not draft.loader.finish(index)
     assert batch.draft_tokens == {}
     assert (draft.has_come_back(), draft.rig.num_leases()) == (False, 0)
+
+
+def test_a_load_whose_draft_comes_does_not_stand_still(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its deadline moves with each of the draft's layers, before the target's last one has landed."""
+    draft.save()
+    deadlines: list[float] = []
+    progressed = LoadBatch.progressed
+
+    def note(batch: LoadBatch) -> None:
+        time.sleep(0.02)
+        deadlines.append(batch.deadline_s())
+        progressed(batch)
+        deadlines.append(batch.deadline_s())
+
+    monkeypatch.setattr(LoadBatch, "progressed", note)
+    index, _ = draft.start()
+    assert draft.loader.finish(index)
+    assert len(deadlines) == 2 * NUM_DRAFT_LAYERS
+    assert deadlines == sorted(set(deadlines))
 
 
 def test_nothing_stale_is_stored_until_it_is_computed(draft: Draft) -> None:

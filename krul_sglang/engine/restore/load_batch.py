@@ -193,6 +193,11 @@ class LoadBatch:
             if not self.lands_whole or len(self._landed) == self.num_layers:
                 self._changed.notify_all()
 
+    def progressed(self) -> None:
+        """A layer of the draft has come: the load does not stand still."""
+        with self._changed:
+            self._progress_s = time.monotonic()
+
     def begun(self) -> None:
         """There is room for all that comes from lower tiers, and it is on its way."""
         with self._changed:

@@ -256,7 +256,7 @@ class LayerWiseLoader:
         draft = self._drafts.draft
         try:
             parts = [part for load in loads.values() for part in load.parts()]
-            if self._copy(batch, parts, lambda times: None, pool=draft.pool):
+            if self._copy(batch, parts, lambda times: batch.progressed(), pool=draft.pool):
                 batch.draft_tokens = {rid: len(load.slots) for rid, load in loads.items()}
         except Exception as error:
             draft.counters.failed_loads += 1
