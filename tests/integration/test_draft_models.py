@@ -95,7 +95,6 @@ MODES = {
     "standalone-page-16-two-ranks": Mode(ITSELF, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
     "eagle-1-page-16-whole-loads": Mode(EAGLE_1, WHOLE),
     "eagle-3-page-1-random-heads": Mode(EAGLE, RANDOM, page_size=1),
-    "eagle-3-page-16-random-heads": Mode(EAGLE, RANDOM),
     "eagle-3-page-16-failing-loads": Mode(EAGLE, RANDOM, env=FAILING, fails=True),
     "eagle3-page-16-random-heads": Mode(EAGLE3, RANDOM),
     "eagle-3-page-16-two-ranks": Mode(EAGLE, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
