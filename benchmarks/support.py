@@ -86,6 +86,7 @@ SERVED = (
     Served("/update_weights_from_disk", "tests/integration/test_weight_updates.py"),
     Served("--enable-streaming-session", "tests/integration/test_weight_updates.py"),
     Served("--speculative-algorithm NGRAM", "tests/integration/test_speculation.py"),
+    Served("--speculative-algorithm STANDALONE, EAGLE, EAGLE3", "tests/integration/test_draft_models.py"),
     Served("ssd_dir, and a daemon that several servers join", "tests/integration/test_tiers_serving.py"),
 )
 
@@ -101,6 +102,10 @@ UNTESTED = (
     ),
     Untested("adapters that are loaded while the server runs", "each has an id that nothing else has"),
     Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
+    Untested(
+        "--speculative-algorithm NEXTN; --speculative-eagle-topk over 1",
+        "the draft's pool must be MHATokenToKVPool, too",
+    ),
     Untested("--enable-torch-compile"),
     Untested("--quantization of weights"),
     Untested("fp8 KV with scales in the checkpoint", "tested without a server"),

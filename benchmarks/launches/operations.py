@@ -151,7 +151,7 @@ class Server:
     def budget(self) -> ErrorBudget:
         """What stores turns in bases."""
         no_prober: Any = None
-        provenance = KvProvenance(2 * self.num_tokens, self.pool.streams, self.loader.batch)
+        provenance = KvProvenance(2 * self.num_tokens, self.pool.streams, self.loader.batch, torch.empty(0))
         return ErrorBudget(
             limit=_LIMIT_NATS,
             probe_share=0.0,

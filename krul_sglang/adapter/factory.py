@@ -69,6 +69,8 @@ def attach_capture(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> An
     runtime = KrulRuntime.find(scheduler)
     if runtime is not None:
         model_runner = scheduler.tp_worker.model_runner
+        if scheduler.draft_worker is not None:
+            runtime.draft_runners = scheduler.draft_worker._draft_model_runners()
         runtime.attach_to(model_runner)
         if runtime.config.needs_attention:
             from krul_sglang.adapter.attach import attach_turn_capture
@@ -90,13 +92,12 @@ def build_cache(ctx: Any) -> Any:
     verify_engine()
 
     import torch
-    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
     from sglang.srt.runtime_context import get_context, get_memory
 
     from krul_backend.codec.registry import ModelCodecs
     from krul_sglang.adapter.attach import measure, most_chunk_tokens
-    from krul_sglang.adapter.kv_pool import open_pool
+    from krul_sglang.adapter.kv_pool import open_draft, open_model_pool, stores_kv
     from krul_sglang.adapter.model_bases import BasesFile
     from krul_sglang.adapter.radix_cache import KrulRadixCache
     from krul_sglang.adapter.rank_engine import RankEngine, RankSetup
@@ -119,11 +120,7 @@ def build_cache(ctx: Any) -> Any:
     flags = {**resolved, "enable_unified_cache_external_linker": False, **options_of(config)}
     check_flags(flags)
     check_model(model_facts(ctx.model_config), str(ctx.model_config.model_path))
-    pool = open_pool(
-        ctx.params.token_to_kv_pool_allocator.get_kvcache(),
-        (module for module in runner.model.modules() if isinstance(module, RadixAttention)),
-        (runner.prefill_attention_backend_str, runner.decode_attention_backend_str),
-    )
+    pool = open_model_pool(runner)
     # "auto" takes the checkpoint's format, which only the pool tells.
     check_flags({**flags, "kv_cache_dtype": pool.fp8_format})
     warn_of_small_pages(ctx.params.page_size, ctx.tp_rank)
@@ -166,6 +163,14 @@ def build_cache(ctx: Any) -> Any:
         rank_bytes=int(capacity.item()),
         ranks_per_host=ranks_per_host,
     )
+    draft = open_draft(
+        runtime.draft_runners,
+        model,
+        resolved,
+        agreement,
+        cache_dir=cache_dir,
+        ranks_per_host=ranks_per_host,
+    )
     rotary = read_rotary_table(runner.model)
     file: BasesFile | None = None
     if config.strategy == SUBSPACE:
@@ -197,8 +202,8 @@ def build_cache(ctx: Any) -> Any:
         ),
         connection,
         num_ranks_here,
-        # Latent KV is the same on all ranks.
-        not pool.is_latent or ctx.tp_rank % ranks_per_host == 0,
+        stores_kv(pool, ctx.tp_rank, ranks_per_host),
+        draft,
         rotary,
         None if file is None else file.served,
         agreement,
@@ -251,19 +256,23 @@ def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: A
     and the load of the prompt.
     """
     runtime = KrulRuntime.find(worker.model_runner)
-    if runtime is None or batch is None:
+    # A draft model's worker has the drafts verified without SGLang's batch of the scheduler.
+    seen = kwargs.get("forward_batch") if batch is None else batch
+    if runtime is None or seen is None:
         return original(worker, batch, *args, **kwargs)
     runtime.linker.steps.note_work()
-    capturing = nullcontext() if runtime.capture is None else runtime.capture.recording(batch)
+    capturing = nullcontext() if runtime.capture is None else runtime.capture.recording(seen)
     runtime.gate.note_forward()
     with capturing:
-        if batch.forward_mode.is_extend_without_speculative():
+        if seen.forward_mode.is_extend_without_speculative():
             restore = runtime.linker.restore_path.forward
             result = restore.run(batch, lambda: original(worker, batch, *args, **kwargs))
         else:
             result = original(worker, batch, *args, **kwargs)
     if runtime.linker.provenance is not None:
-        runtime.linker.provenance.after_forward(batch)
+        runtime.linker.provenance.after_forward(seen)
+    if runtime.linker.draft is not None:
+        runtime.linker.note_draft(seen)
     return result
 
 

@@ -75,6 +75,7 @@ TARGETS = (
     Target(PREPARE_SERVER_ARGS, ("argv",), hooked=True),
     Target(SCHEDULER_INIT, ("self", "server_args"), hooked=True),
     Target(INIT_ATTENTION, ("self",), hooked=True),
+    Target("sglang.srt.speculative.base_spec_worker.BaseSpecWorker._draft_model_runners", ("self",)),
     Target(NEW_BATCH, ("self", "running_batch"), hooked=True),
     Target(
         "sglang.srt.managers.schedule_batch.Req.init_next_round_input", ("self", "tree_cache", "cow_mamba")

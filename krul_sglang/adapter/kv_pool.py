@@ -1,15 +1,19 @@
-"""Opens SGLang's KV pool for krul, or says why it cannot be served."""
+"""Opens SGLang's KV pools for krul, that of a draft model, too, or says why they cannot be served."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from krul_sglang.adapter.unsupported import FOREIGN_ELEMENTS, FOREIGN_LAYOUT, FOREIGN_POOL, FOREIGN_SCALES
+from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.draft_kv import DraftKV
 from krul_sglang.engine.common.kv_pool import FP8_FORMATS, DevicePool
+from krul_sglang.engine.common.served_model import ServedModel, identify_model
 
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCALING_BACKENDS = ("flashinfer", "triton", "fa3")
@@ -71,3 +75,57 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
         latent,
         attended=list(zip(pool.kv_buffer, latent, strict=True)),
     )
+
+
+def open_model_pool(runner: Any) -> DevicePool:
+    """The pool of SGLang's model runner ``runner``; raises what ``open_pool`` does."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return open_pool(
+        runner.token_to_kv_pool,
+        (module for module in runner.model.modules() if isinstance(module, RadixAttention)),
+        (runner.prefill_attention_backend_str, runner.decode_attention_backend_str),
+    )
+
+
+def open_draft(
+    runners: Sequence[Any],
+    target: ServedModel,
+    settings: Mapping[str, Any],
+    agreement: RankAgreement,
+    *,
+    cache_dir: Path,
+    ranks_per_host: int,
+) -> DraftKV | None:
+    """The KV of the draft model that SGLang runs beside ``target``; None without one. Every rank calls it at
+    the same point.
+
+    ``settings`` are the resolved server arguments. Raises what ``open_pool`` does.
+    """
+    if not runners:
+        return None
+    (runner,) = runners
+    pool = open_model_pool(runner)
+    load_format = settings["speculative_draft_load_format"] or settings["load_format"]
+    own = identify_model(
+        runner.model_config,
+        {**settings, "load_format": load_format, "revision": runner.model_config.revision},
+        pool.shape,
+        agreement,
+        cache_dir=cache_dir,
+        kv_format=pool.format,
+        page_size=target.identity.page_size,
+        num_layers=pool.num_layers,
+        tp_rank=agreement.rank,
+        tp_size=agreement.num_ranks,
+        ranks_per_host=ranks_per_host,
+        is_replicated=pool.is_latent,
+    )
+    stores = stores_kv(pool, agreement.rank, ranks_per_host)
+    return DraftKV(pool, own.identity, target, runner.spec_algorithm.name, stores=stores)
+
+
+def stores_kv(pool: DevicePool, rank: int, ranks_per_host: int) -> bool:
+    """Whether this rank stores what is in its pool. Latent KV is the same on all ranks: the first one of each
+    host does."""
+    return not pool.is_latent or rank % ranks_per_host == 0

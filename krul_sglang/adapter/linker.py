@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -56,6 +56,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self.asking = engine.asking
+        self.draft = setup.draft
         self.loader = engine.loader
         self.offloader = engine.offloader
         self.provenance = engine.provenance
@@ -154,6 +155,27 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # ---- store ----
 
+    def note_draft(self, forward: Any) -> None:
+        """Note of which tokens of a forward (SGLang's batch) the draft model has, or will have, KV."""
+        assert self.draft is not None
+        batch = None
+        if forward.forward_mode.is_extend_without_speculative():
+            batch = self.loader.batch(forward.hicache_consumer_index)
+        if batch is not None:
+            for rid, load in batch.loads.items():
+                self.draft.note_restored(load.slots, batch.draft_tokens.get(rid, 0))
+        if forward.out_cache_loc is not None:
+            self.draft.note_computed(forward.out_cache_loc)
+
+    def note_ended(self, req: Any) -> None:
+        """Count how much of SGLang's request ``req``, whose turn has ended, was drafted rightly."""
+        if self.draft is not None:
+            self.draft.note_ended(
+                is_restored=req.cached_tokens_host > 0,
+                num_forwards=req.spec_verify_ct,
+                num_accepted=req.spec_num_correct_drafts,
+            )
+
     @timed
     def ended_turn(self, path: StoredPath, owner: TurnOwner) -> Turn:
         """A turn that has just ended, with what was captured of its attention, to be stored."""
@@ -225,13 +247,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.returning.release_all()
         self._forget_runs()
         # If the weights have just changed, nothing was stored under their identity yet.
-        if self.model.is_settled and self._setup.stores:
-            self._clear(self.model.identity)
+        if self.model.is_settled:
+            self._clear(self._identities())
         self.model.empty_pool()
 
-    def _clear(self, model: ModelIdentity) -> None:
-        """Drop all that is stored of a model, and wait for that only briefly."""
-        cleared = self.asking.ask(partial(self.offloader.writer.clear, model))
+    def _clear(self, models: Sequence[ModelIdentity]) -> None:
+        """Drop all that is stored of these models, and wait for that only briefly."""
+        cleared = self.asking.ask(partial(self.offloader.clear, models))
         cleared.wait(self.asking.patience, STATS_PATIENCE_S)
 
     def begin_weights_change(self) -> None:
@@ -241,7 +263,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         of the old weights stays for other servers that have them, and turns are still stored for these; it is
         dropped only if there can be no such server.
         """
-        before, was_lasting = self.model.identity, self.model.is_lasting
+        was_lasting = self.model.is_lasting
         if was_lasting:
             self.offloader.forget_read()
         else:
@@ -250,12 +272,20 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.model.begin_change()
         if not was_settled:
             return  # the identity is new, and nothing has been stored under it
+        before, was_lasting = self._identities(), self.model.is_lasting
         self.model.rename(self._setup.restore_agreement.broadcast(os.urandom(16)))
         self.returning.release_all()
         self._forget_runs()
         self._decision.forget_model()
-        if not was_lasting and self._setup.stores:
+        if not was_lasting:
             self._clear(before)
+
+    def _identities(self) -> list[ModelIdentity]:
+        """Those under which this rank stores KV: the model's, and its draft model's."""
+        identities = [self.model.identity] if self._setup.stores else []
+        return (
+            [*identities, self.draft.identity] if self.draft is not None and self.draft.stores else identities
+        )
 
     def _forget_runs(self) -> None:
         if self.runs is not None:
@@ -305,6 +335,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "estimator": None if self._setup.capture is None else {"name": "sampled"},
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
+            "draft": None if self.draft is None else self.draft.as_dict(),
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
             "restore": self.restore_path.as_dict(),
             "waiting_leases": self.returning.num_leases,

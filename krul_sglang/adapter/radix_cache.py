@@ -63,8 +63,8 @@ class _PathEnd(NamedTuple):
 
 
 class _PendingTurn(NamedTuple):
-    """A turn that is being stored. The first ``num_in_tree`` tokens of ``key`` lie in the tree, the others in
-    the record ``kv`` of a session."""
+    """A turn that is being stored. The first ``num_in_tree`` tokens lie in the tree under ``key``, the others
+    in the record ``kv`` of a session."""
 
     job: Job
     key: RadixKey
@@ -146,6 +146,8 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         return window
 
     def match(self, key: Any, req: Any, result: Any) -> Any:
+        # A page of an EAGLE server's tree is named by its tokens and the one after it.
+        key, _ = key.maybe_to_bigram_view(self.cache.tree_core.is_eagle)
         # The hit of an earlier round is out of date if the prefix on the device has changed.
         self.hit_markers.pop(req.rid, None)
         page_size = self.cache.page_size
@@ -232,7 +234,8 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
         path = self._named(StoredPath(page_keys, token_ids, slots), req.extra_key, req.cache_salt)
         turn = self.cache_linker.ended_turn(path, owner_of(req, self.cache_linker.request_hints))
-        self._submit(turn, req, num_tokens)
+        after = req.full_untruncated_fill_ids[num_tokens : num_tokens + 1] if cache.tree_core.is_eagle else ()
+        self._submit(turn, req, num_tokens, after=after)
         if self._probe_candidate is None and self.cache_linker.wants_probe():
             self._probe_candidate = _ProbeCandidate(node, cache.inc_lock_ref(node).to_dec_params(), path)
 
@@ -258,9 +261,12 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         turn = self.cache_linker.ended_turn(path, owner)
         self._submit(turn, req, min(num_in_tree, num_tokens), kv=slot.kv)
 
-    def _submit(self, turn: Turn, req: Any, num_in_tree: int, kv: Any = None) -> None:
-        """Have a turn of ``req`` stored."""
-        key = RadixKey(array("q", turn.token_ids.tolist()), req.extra_key, cache_salt=req.cache_salt)
+    def _submit(
+        self, turn: Turn, req: Any, num_in_tree: int, kv: Any = None, after: Sequence[int] = ()
+    ) -> None:
+        """Have a turn of ``req`` stored. ``after``: the token after it, if it names the last page, too."""
+        ids = array("q", [*turn.token_ids.tolist(), *after])
+        key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
         job = self.cache_linker.offloader.submit(turn)
         self.pending_offloads.append(_PendingTurn(job, key, num_in_tree, kv))
 
@@ -382,6 +388,7 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if _turn_ended_well(req):
             with self.linker.cache_linker.steps.hooks:
+                self.linker.cache_linker.note_ended(req)
                 self.linker.offload_turn(req)
 
     def claim_kv_row(self, req: Any) -> bool:

@@ -26,11 +26,13 @@ from krul_sglang.engine.budget.served_bases import ServedBases
 from krul_sglang.engine.capture.query_capture import QueryCapture
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, LatestAnswer
+from krul_sglang.engine.common.draft_kv import DraftKV
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.store_connection import StoreConnection
 from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore.draft_loads import DraftLoads
 from krul_sglang.engine.restore.heads import RunHeads
 from krul_sglang.engine.restore.loading import LayerWiseLoader, Link
 from krul_sglang.engine.restore.restore_forward import RestoreForward
@@ -39,8 +41,9 @@ from krul_sglang.engine.restore.restore_planning import DecodeCosts, RestorePlan
 from krul_sglang.engine.restore.restore_trace import TraceLog
 from krul_sglang.engine.restore.returning_requests import ReturningRequests
 from krul_sglang.engine.save.allocation import SpaceAllocation
+from krul_sglang.engine.save.draft_saving import DraftSaver
 from krul_sglang.engine.save.later_encoding import copy_room
-from krul_sglang.engine.save.offload import TurnOffloader
+from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
 from krul_sglang.engine.save.strategy_choice import Decision, SelectorDecision
 
 logger = logging.getLogger(__name__)
@@ -58,7 +61,8 @@ class RankSetup:
     within an error budget. ``agreement`` joins the threads of all ranks that store turns,
     ``restore_agreement`` their scheduler threads, ``probe_group`` those while they probe (None for a single
     rank). ``num_ranks_here`` share the host memory of this host. ``stores`` is False if another of them
-    stores KV that is the same on all. A forward computes at most ``chunk_tokens``.
+    stores KV that is the same on all. ``draft`` is None without a draft model. A forward computes at most
+    ``chunk_tokens``.
     """
 
     config: KrulConfig
@@ -71,6 +75,7 @@ class RankSetup:
     connection: StoreConnection
     num_ranks_here: int
     stores: bool
+    draft: DraftKV | None
     rotary: RotaryTable | None
     bases: ServedBases | None
     agreement: RankAgreement
@@ -119,11 +124,13 @@ class RankEngine:
             patience_s=config.load_timeout,
             link=None if not config.link_mbs else Link(config.link_mbs),
             agreement=setup.restore_agreement,
+            drafts=None if setup.draft is None else DraftLoads(store, setup.draft),
         )
         self.provenance: KvProvenance | None = None
         if setup.bases is not None or config.truncation_reuse:
             keys, _ = pool.buffers(0)
-            self.provenance = KvProvenance(len(keys), pool.streams, self.loader.batch)
+            req_to_token = setup.model_runner.req_to_token_pool.req_to_token
+            self.provenance = KvProvenance(len(keys), pool.streams, self.loader.batch, req_to_token)
         self.budget: ErrorBudget | None = None
         if setup.bases is not None:
             assert self.provenance is not None
@@ -153,6 +160,7 @@ class RankEngine:
             copy_room=partial(copy_room, store, capacity_bytes, setup.num_ranks_here),
             keeps_copies=config.fast_copies == AUTO,
             stores=setup.stores,
+            drafts=self._draft_saver(measured.costs),
         )
         self.returning = ReturningRequests(
             store,
@@ -204,6 +212,12 @@ class RankEngine:
             capacity_bytes // token_bytes,
             model.identity.name,
         )
+
+    def _draft_saver(self, costs: OnlineCosts) -> DraftSaver | None:
+        setup = self.setup
+        if setup.draft is None or not setup.draft.stores:
+            return None
+        return DraftSaver(setup.connection.store, setup.draft, MAX_LAYER_BYTES, costs)
 
 
 def _selector_decision(setup: RankSetup) -> SelectorDecision:

@@ -28,12 +28,14 @@ class KrulRuntime:
     this order, for the next one and for hooks; a field that is read before it is set raises AttributeError.
 
     ``gate`` knows when forwards and restores run. ``capture`` is None if no attention is recorded.
+    ``draft_runners`` are SGLang's runners of a draft model; none without one.
     """
 
     # Before the scheduler is made.
     config: KrulConfig
     gate: TransferGate = field(default_factory=TransferGate, init=False)
     # When the model is loaded, before CUDA graphs are captured.
+    draft_runners: tuple[Any, ...] = ()
     capture: QueryCapture | None = None
     # By the factory of the cache: before the linker is made, and when both are there.
     engine: RankEngine = field(init=False)

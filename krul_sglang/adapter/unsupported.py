@@ -68,7 +68,10 @@ _FOREIGN_POOL = "krul does not know this KV pool"
 _MEDIA = "images and sounds are not in the token ids by which KV is found and heads are recomputed"
 _BITWISE = "recomputed KV is not rounded like KV that was prefilled"
 _SCATTERED = "ranks hold different tokens between layers, where heads are cut by token"
-_DRAFTS = "draft models have KV of their own, which is not restored"
+_DRAFTS = "what it keeps of a conversation beside the target's KV is not restored"
+_SPECULATION = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+_OF_PAIRS = ("EAGLE", "EAGLE3", "NEXTN")
+"""With these a page is named by its tokens and the one after it: draft KV depends on that."""
 _BY_SLOT = "what it returns of a prompt is kept by KV slot, and is not restored with the KV"
 _FULL_ATTENTION = "heads are recomputed with attention over all tokens"
 
@@ -118,11 +121,11 @@ LAUNCH_RULES = (
         (2, ""),
     ),
     Rule(
-        "--speculative-algorithm other than NGRAM",
+        f"--speculative-algorithm other than {', '.join(_SPECULATION)}",
         _DRAFTS,
         ("speculative_algorithm",),
-        lambda name: _is_named(name) and name.upper() != "NGRAM",
-        ("EAGLE",),
+        lambda name: _is_named(name) and name.upper() not in _SPECULATION,
+        ("DFLASH",),
     ),
     Rule(
         "--speculative-algorithm and --enable-streaming-session",
@@ -130,6 +133,14 @@ LAUNCH_RULES = (
         ("speculative_algorithm", "enable_streaming_session"),
         lambda name, has_sessions: _is_named(name) and bool(has_sessions),
         ("NGRAM", True),
+    ),
+    _flag("--enable-multi-layer-eagle", "each of its layers has a pool of its own, and krul reads one"),
+    Rule(
+        f"--speculative-algorithm {', '.join(_OF_PAIRS)} and truncation_reuse",
+        "pages of moved runs are named by their own tokens alone",
+        ("speculative_algorithm", "krul.truncation_reuse"),
+        lambda name, is_on: _is_named(name) and name.upper() in _OF_PAIRS and bool(is_on),
+        ("EAGLE", True),
     ),
     _flag("--decoupled-spec-role", _DRAFTS, example="verifier", applies=_is_named),
     _flag(

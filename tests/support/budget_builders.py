@@ -81,7 +81,7 @@ class BudgetedServer:
         self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, NUM_SLOTS)
         self.store = make_store(1 << 22)
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), PATIENCE_S)
-        self.provenance = KvProvenance(NUM_SLOTS, self.pool.streams, self.loader.batch)
+        self.provenance = KvProvenance(NUM_SLOTS, self.pool.streams, self.loader.batch, torch.empty(0))
         self.subspace = SubspaceCodec(BASES, ROTARY)
         self.bases = ServedBases(TextDrift("m", 0))
         self.may_come: Callable[[str], bool] = lambda digest: False

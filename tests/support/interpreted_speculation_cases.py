@@ -20,6 +20,7 @@ from sglang.srt.mem_cache import allocation
 from krul_sglang.adapter.platforms import cpu_speculation
 
 SEEDS = range(20)
+QLEN_ONLY = spec_tree.TreeMaskMode.QLEN_ONLY
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,57 @@ def test_the_cases_accept_some_and_refuse_some() -> None:
     assert {0, 1, 2, 3} <= counts
 
 
+class Candidates:
+    """What a draft model has proposed, in groups of ``topk``, and a selection of it that hangs together."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        batch_size, self.topk, num_steps = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 4)
+        num_candidates = self.topk + (num_steps - 1) * self.topk**2
+        self.num_nodes = rng.randint(1, min(8, num_candidates)) + 1
+        self.num_steps = num_steps
+        self.seq_lens = torch.tensor([rng.randint(1, 90) for _ in range(batch_size)])
+        self.parents, self.selected = [], []
+        for _ in range(batch_size):
+            # Each group of a step follows one of the candidates of the step before.
+            last, parents = range(self.topk), [-1]
+            for _ in range(num_steps - 1):
+                followed = sorted(rng.sample(last, self.topk))
+                first = len(parents) * self.topk
+                parents += followed
+                last = range(first, first + self.topk**2)
+            selected: set[int] = set()
+            while len(selected) < self.num_nodes - 1:
+                reached = [
+                    candidate
+                    for candidate in range(num_candidates)
+                    if candidate < self.topk or parents[candidate // self.topk] in selected
+                ]
+                selected.add(rng.choice([candidate for candidate in reached if candidate not in selected]))
+            self.parents.append(parents)
+            self.selected.append(sorted(selected))
+
+    def built(self, function: Any) -> list[torch.Tensor]:
+        shape = (len(self.seq_lens), self.num_nodes)
+        mask = torch.ones(len(self.seq_lens) * self.num_nodes**2, dtype=torch.bool)
+        links = [torch.full(shape, -1) for _ in range(4)]
+        outputs = [mask, links[0].flatten(), *links[1:]]
+        given = (torch.tensor(self.parents), torch.tensor(self.selected), self.seq_lens)
+        function(*given, *outputs, self.topk, self.num_steps, self.num_nodes, QLEN_ONLY)
+        return outputs
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_trees_are_built(seed: int) -> None:
+    candidates = Candidates(seed)
+    ours = candidates.built(cpu_speculation.build_tree)
+    assert_equal(ours, candidates.built(spec_tree.sgl_build_tree_kernel_triton))
+
+
+def test_the_cases_have_branches() -> None:
+    assert any((Candidates(seed).built(cpu_speculation.build_tree)[4] >= 0).any() for seed in SEEDS)
+
+
 class Requests:
     """Rows of SGLang's table of slots, and a span of tokens of each request."""
 
@@ -137,6 +189,29 @@ def test_slots_are_read_and_written(seed: int) -> None:
     spans = (requests.starts, requests.ends, new, width)
     cpu_speculation.write_slots(requests.indices, ours, *spans)
     allocation.assign_req_to_token_pool[(batch_size,)](requests.indices, theirs, *spans, 8)
+    assert_equal([ours], [theirs])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_slots_of_drafts_are_read(seed: int) -> None:
+    requests = Requests(seed)
+    batch_size, (topk, num_steps) = len(requests.indices), random.Random(seed).choice([(1, 3), (2, 4)])
+    given = (requests.indices, requests.rows, requests.starts)
+    ours, theirs = (torch.full((batch_size * topk * num_steps,), -7) for _ in range(2))
+    cpu_speculation.read_draft_slots(*given, ours, requests.rows.shape[1], topk, num_steps)
+    cache_locs.assign_draft_cache_locs_contiguous_func(*given, theirs, topk, num_steps)
+    assert_equal([ours], [theirs])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_last_accepted_tokens_are_read(seed: int) -> None:
+    rng = random.Random(seed)
+    batch_size, width = rng.randint(1, 4), rng.randint(1, 6)
+    tokens = torch.randperm(batch_size * width).int().view(batch_size, width)
+    num_accepted = torch.tensor([rng.randint(1, width) for _ in range(batch_size)], dtype=torch.int32)
+    ours, theirs = (torch.full((batch_size,), -7, dtype=torch.int32) for _ in range(2))
+    cpu_speculation.read_bonus_tokens(tokens, num_accepted, ours, width)
+    eagle.fill_bonus_tokens_func(tokens, num_accepted, theirs, width, batch_size)
     assert_equal([ours], [theirs])
 
 

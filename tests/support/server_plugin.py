@@ -20,8 +20,10 @@ _SKIP_HEADS = "TESTS_SKIP_HEADS"
 _SPOIL_HEADS_OF_RANK = "TESTS_SPOIL_HEADS_OF_RANK"
 _SLOW_ANSWERS = "TESTS_SLOW_ANSWERS"
 _FAULT = "TESTS_FAULT"
+_LEAVE_OUT_DRAFTS = "TESTS_LEAVE_OUT_DRAFTS"
 _ASK = "krul_backend.daemon.client.request_channel.RequestChannels.ask"
 _MAKE_LOADER = "krul_sglang.engine.restore.loading.LayerWiseLoader.__init__"
+_LEASE_DRAFTS = "krul_sglang.engine.restore.draft_loads.DraftLoads.lease"
 _RECOMPUTE = "krul_sglang.engine.restore.restore_forward.RestoreForward._recompute"
 _RUN_HEADS = "krul_sglang.adapter.head_recompute.HeadRecompute.run"
 _PATHS = (Path(__file__).parent / "plugin_path", Path(__file__).parents[2])
@@ -33,6 +35,9 @@ WITH_PLUGIN = {
 
 SKIPPED_HEADS = {**WITH_PLUGIN, _SKIP_HEADS: "1"}
 """Environment of a server that, besides, never recomputes heads, and so gives wrong answers."""
+
+LEFT_OUT_DRAFTS = {**WITH_PLUGIN, _LEAVE_OUT_DRAFTS: "1"}
+"""Environment of a server that never loads the draft model's KV."""
 
 
 class FaultyLoads:
@@ -85,6 +90,8 @@ def register() -> None:
 
     if os.environ.get(_SKIP_HEADS):
         HookRegistry.register(_RECOMPUTE, skip_heads, HookType.AROUND)
+    if os.environ.get(_LEAVE_OUT_DRAFTS):
+        HookRegistry.register(_LEASE_DRAFTS, lambda original, *args: {}, HookType.AROUND)
     if os.environ.get(_SPOIL_HEADS_OF_RANK):
         HookRegistry.register(_RUN_HEADS, spoil_heads, HookType.AROUND)
     if os.environ.get(_SLOW_ANSWERS):

@@ -74,6 +74,44 @@ def build_tiny_model(
     return path
 
 
+def build_eagle_pair(target: Path, draft: Path) -> None:
+    """Write a tiny Llama, and an EAGLE draft for it that is right more often than not.
+
+    A random draft would never be. So the first layer of the target decides nearly everything: the others add
+    little, and the draft has the same layer. It takes the embedding of a token, which the target normalizes
+    and the draft does not, and a little of the target's hidden state.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaForCausalLM
+
+    build_tiny_model(target)
+    model = LlamaForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        # The row of the padding token is 0.
+        embedding /= embedding.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3)
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight *= 0.05
+            layer.mlp.down_proj.weight *= 0.05
+    model.save_pretrained(target)
+    draft.mkdir()
+    config = {**model.config.to_dict(), "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]}
+    (draft / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (draft / name).write_text((target / name).read_text())
+    weights = {
+        f"layers.0.{name}": tensor.detach().clone()
+        for name, tensor in model.model.layers[0].named_parameters()
+        if "input_layernorm" not in name
+    }
+    weights["embed_tokens.weight"] = embedding.detach().clone()
+    identity = torch.eye(model.config.hidden_size)
+    weights["fc.weight"] = torch.cat([identity, 0.02 * identity], dim=1)
+    weights["fc.bias"] = torch.zeros(model.config.hidden_size)
+    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+
+
 def build_adapter(path: Path, *, seed: int, num_layers: int = 4, hidden_size: int = 256) -> Path:
     """A random LoRA adapter of the output projections of ``build_tiny_model``'s Llama, strong enough to
     change what it says."""

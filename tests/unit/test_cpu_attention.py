@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_sglang.adapter.platforms.cpu_attention import CpuAttention, decode_groups
+from krul_sglang.adapter.platforms.cpu_attention import CpuAttention, DraftSteps, decode_groups
 from krul_sglang.engine.common import span_attention
 
 NUM_SLOTS = 256
@@ -129,6 +129,32 @@ class Case:
             token_to_kv_pool=self.pool(),
         )
 
+    def drafted(self, num_steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each step that decodes a request's drafted tokens one after another: as SGLang has it, with the
+        length of the request alone, and as if the drafted ones were its own."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        runner = self.runner()
+        steps, plain, outputs = DraftSteps(runner, num_steps), CpuAttention(runner), []
+        cached = torch.tensor([num_cached for num_cached, _ in self.lengths])
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            req_pool_indices=self.request_rows,
+            seq_lens=cached,
+            encoder_lens=None,
+        )
+        steps.init_forward_metadata(batch)
+        for step, backend in enumerate(steps.attn_backends):
+            q = self.random(len(cached), self.num_q_heads * HEAD_DIM)
+            own = SimpleNamespace(**{**vars(batch), "seq_lens": cached + step + 1})
+            plain.init_forward_metadata(own)
+            of_step = (backend, batch), (plain, own)
+            ours, theirs = (
+                attention.forward_decode(q, None, None, self.layer, seen) for attention, seen in of_step
+            )
+            outputs.append((ours, theirs))
+        return outputs
+
     def verified(self, trees: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of new tokens that see what ``trees`` (bool ``[batch, n, n]``) say: the definition of attention,
         token by token, and krul's backend."""
@@ -189,6 +215,13 @@ def test_results_equal_those_of_torch_native(
     native, own = case.outputs(decode=decode)
     assert own.dtype == native.dtype
     torch.testing.assert_close(own, native, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_each_drafted_token_sees_those_before_it() -> None:
+    outputs = Case([(5, 3), (17, 3)]).drafted(3)
+    for ours, theirs in outputs:
+        torch.testing.assert_close(ours, theirs)
+    assert len({tuple(ours.flatten().tolist()) for ours, _ in outputs}) == 3
 
 
 @settings(max_examples=60, deadline=None)

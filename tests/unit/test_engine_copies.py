@@ -526,7 +526,7 @@ def test_a_flush_does_not_wait_for_the_store_and_nothing_comes_after_it(
     assert stuck.has_begun.wait(PATIENCE_S)
     bench.offloader.discard_all()
     assert not job.future.done()
-    clearing = threading.Thread(target=bench.offloader.writer.clear, args=(bench.model,))
+    clearing = threading.Thread(target=bench.offloader.clear, args=([bench.model],))
     clearing.start()
     stuck.go_on.set()
     clearing.join()

@@ -23,7 +23,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"enable_unified_cache_external_linker": True},
         ("--enable-unified-cache-external-linker",),
     ),
-    "speculation": ({"speculative_algorithm": "EAGLE"}, ("--speculative-algorithm",)),
+    "speculation": ({"speculative_algorithm": "DFLASH"}, ("--speculative-algorithm",)),
     "missing model": ({"model_path": "/no/such/model"}, ("--model-path /no/such/model", "no such file")),
 }
 

@@ -22,7 +22,7 @@ class Pool:
         self.rows = torch.zeros((2, NUM_SLOTS), dtype=torch.int32)
         self.loads: dict[str, Any] = {}
         batch = SimpleNamespace(loads=self.loads, is_abandoned=False)
-        self.provenance = KvProvenance(NUM_SLOTS, Device(torch.device("cpu")), lambda index: batch)
+        self.provenance = KvProvenance(NUM_SLOTS, Device(torch.device("cpu")), lambda index: batch, self.rows)
 
     def forward(self, mode: str, *spans: tuple[int, int, list[int]]) -> None:
         """Compute tokens from a given one on of some rows, into these slots."""
@@ -39,7 +39,6 @@ class Pool:
                 [start + (0 if mode == "verify" else len(slots)) for _, start, slots in spans]
             ),
             req_pool_indices=torch.tensor([row for row, *_ in spans]),
-            req_to_token_pool=SimpleNamespace(req_to_token=self.rows),
         )
         self.provenance.after_forward(batch)
         self.loads.clear()

@@ -72,6 +72,7 @@ class BusyTree:
             get_prefix_hash_values=lambda name: [],
             get_hash_values=lambda name: [f"{name}-{page}" for page in range(self.here[name])],
             match_full_device_prefix=self.match,
+            is_eagle=False,
         )
         self.cache.page_size = PAGE
         self.cache.path_device_indices = lambda name: torch.arange(PAGE * self.here[name])
@@ -146,6 +147,14 @@ def test_turns_are_submitted_as_they_end_and_lock_nothing(busy: BusyTree) -> Non
     busy.linker.commit_completed_offloads([True, False])
     assert busy.pending == ["c"]
     assert [end.num_tokens for end in busy.linker._stored_ends] == [40 * PAGE]
+
+
+def test_the_token_after_a_turn_names_its_last_page_in_a_tree_of_pairs(busy: BusyTree) -> None:
+    busy.cache.tree_core.is_eagle = True
+    busy.end_turn("a", 40)
+    (pending,) = busy.linker.pending_offloads
+    key, _ = pending.key.maybe_to_bigram_view(True)
+    assert len(key.page_aligned(PAGE)) == pending.num_in_tree == pending.num_tokens == 40 * PAGE
 
 
 def test_an_eviction_waits_for_what_has_lost_slots_as_long_as_computing_that_is_worth(busy: BusyTree) -> None:

@@ -32,6 +32,7 @@ from krul_sglang.config import KrulConfig
 from krul_sglang.engine.budget.served_bases import ServedBases, TextDrift
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.draft_kv import DraftKV
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore.restore_path import RestoreMode
 from krul_sglang.engine.restore.restore_planning import DecodeCosts
@@ -88,7 +89,7 @@ def test_kv_is_of_one_model_again_when_the_pool_was_empty_after_the_change() -> 
 class Rank:
     """A linker with its threads, on a pool and a store in this process."""
 
-    def __init__(self, *, is_lasting: bool, strategy: str) -> None:
+    def __init__(self, *, is_lasting: bool, strategy: str, has_draft: bool) -> None:
         pool = make_pool()
         self.store = make_store(1 << 20)
         self.start = ModelIdentity("m", "d" * 64, "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
@@ -104,6 +105,10 @@ class Rank:
             codec.add_bases(subspace)
             bases = ServedBases(TextDrift("m", 0))
             bases.have(subspace, "learned")
+        draft: DraftKV | None = None
+        if has_draft:
+            own = dataclasses.replace(self.start, config_digest="e" * 64)
+            draft = DraftKV(opened, own, self.model, "EAGLE")
         runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 1)))
         setup = RankSetup(
             config=runtime.config,
@@ -120,6 +125,7 @@ class Rank:
             agreement=alone,
             restore_agreement=alone,
             stores=True,
+            draft=draft,
             probe_group=None,
             chunk_tokens=1,
         )
@@ -174,8 +180,8 @@ def keys_of(name: str) -> list[str]:
 def make_rank() -> Iterator[Any]:
     ranks: list[Rank] = []
 
-    def make(*, is_lasting: bool = True, strategy: str = "none") -> Rank:
-        ranks.append(Rank(is_lasting=is_lasting, strategy=strategy))
+    def make(*, is_lasting: bool = True, strategy: str = "none", has_draft: bool = False) -> Rank:
+        ranks.append(Rank(is_lasting=is_lasting, strategy=strategy, has_draft=has_draft))
         return ranks[-1]
 
     yield make
@@ -218,6 +224,21 @@ def test_kv_of_unknown_weights_goes_with_them(make_rank: Any) -> None:
     rank = make_rank(is_lasting=False)
     rank.store_turn("a")
     rank.linker.begin_weights_change()
+    assert rank.store.stats().num_segments == 0
+
+
+def test_draft_kv_goes_with_the_targets(make_rank: Any) -> None:
+    rank = make_rank(is_lasting=False, has_draft=True)
+    rank.store_turn("a")
+    first = rank.linker.draft.identity
+    assert (rank.num_missing("a", first), rank.store.stats().num_segments) == (0, 2)
+    rank.linker.begin_weights_change()
+    rank.linker.end_weights_change(is_pool_empty=True)
+    assert rank.store.stats().num_segments == 0
+    rank.store_turn("a")
+    assert rank.num_missing("a", first) == NUM_PAGES
+    assert rank.num_missing("a", rank.linker.draft.identity) == 0
+    rank.linker.reset()
     assert rank.store.stats().num_segments == 0
 
 

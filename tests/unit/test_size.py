@@ -28,8 +28,8 @@ LIMITS = {
         14_800,
     ),
     "benchmarks": (("benchmarks",), 9_400),
-    "tests": (("tests",), 53_400),
-    "tests/support": (("tests/support",), 5_400),
+    "tests": (("tests",), 53_650),
+    "tests/support": (("tests/support",), 5_530),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 

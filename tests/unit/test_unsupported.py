@@ -90,6 +90,11 @@ def test_it_is_refused_before_anything_starts(rule: Rule, tmp_path: Path) -> Non
         {"offload_group_size": -1},
         {"attention_backend": "flashinfer"},
         {"speculative_algorithm": "NGRAM"},
+        {"speculative_algorithm": "standalone"},
+        {"speculative_algorithm": "STANDALONE", "krul.truncation_reuse": True},
+        {"speculative_algorithm": "EAGLE"},
+        {"speculative_algorithm": "EAGLE3"},
+        {"speculative_algorithm": "NEXTN"},
         {"enable_streaming_session": True},
     ],
 )
@@ -97,9 +102,9 @@ def test_half_of_a_refused_setting_is_accepted(values: dict[str, Any]) -> None:
     check_flags({**default_flags(), **values})
 
 
-@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "OF_A_PLUGIN"])
-def test_speculation_with_a_draft_model_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedSetupError, match=f"NGRAM .set to '{name}'"):
+@pytest.mark.parametrize("name", ["DFLASH", "DSPARK", "FROZEN_KV_MTP", "UNO", "OF_A_PLUGIN"])
+def test_other_speculation_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedSetupError, match=f"other than NGRAM, .*set to '{name}'"):
         check_flags({**default_flags(), "speculative_algorithm": name})
 
 

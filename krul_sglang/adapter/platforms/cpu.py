@@ -46,9 +46,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         # It would raise: there is no driver.
         torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment,return-value]
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        from krul_sglang.adapter.platforms import cpu_speculation
+
+        return algorithm in cpu_speculation.ALGORITHMS
+
     def get_speculative_worker_cls(self, algorithm: str) -> None:
-        """Make ready for n-gram speculation, by SGLang's own worker. It asks before it makes one."""
-        if algorithm == "NGRAM":
+        """Make ready for speculation, by SGLang's own worker. It asks before it makes one."""
+        if self.supports_speculative_algorithm(algorithm):
             from krul_sglang.adapter.platforms import cpu_speculation
 
             cpu_speculation.install()

@@ -101,9 +101,11 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     window, are left to SGLang's backend.
     """
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: Any, num_drafted: int = 0) -> None:
+        """``num_drafted``: tokens that each request has behind its own, when they are decoded."""
         super().__init__(model_runner)
         self._dtype = model_runner.dtype
+        self._num_drafted = num_drafted
         self._extend = GatheredAttention()
         self._decode: tuple[DecodeGroup, ...] = ()
         self._drafts: tuple[DraftSpan, ...] = ()
@@ -119,6 +121,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
         seq_lens = forward_batch.seq_lens.tolist()
         if forward_batch.forward_mode.is_decode():
+            seq_lens = [seq_len + self._num_drafted for seq_len in seq_lens]
             self._decode = tuple(decode_groups(rows, seq_lens, self._dtype))
             return
         if forward_batch.forward_mode.is_target_verify():
@@ -196,6 +199,17 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             scales = () if isinstance(pool, MLATokenToKVPool) else (layer.k_scale, layer.v_scale)
             pool.set_kv_buffer(layer, loc, k, v, *scales)
         return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+
+
+class DraftSteps:
+    """The attention of a draft model's decode steps: each sees one drafted token more than the one before."""
+
+    def __init__(self, model_runner: Any, num_steps: int) -> None:
+        self.attn_backends = [CpuAttention(model_runner, step + 1) for step in range(num_steps)]
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
 
 
 def _is_foreign(layer: Any, forward_batch: Any) -> bool:

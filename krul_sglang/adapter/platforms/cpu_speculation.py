@@ -1,4 +1,4 @@
-"""Torch versions of the kernels that n-gram speculation needs, for servers without an accelerator.
+"""Torch versions of the kernels that speculation needs, for servers without an accelerator.
 
 SGLang's own for CPUs are in ``sgl_kernel``, which needs CUDA's libraries. The functions here have their
 contracts: what is written, and in which order.
@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
+
+from krul_sglang.adapter.platforms.cpu_attention import DraftSteps
+
+ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3")
+"""As SGLang names them: those that were made to run on a CPU."""
 
 _NONE = -1
 """Where a node of a tree has no child, or no further sibling."""
@@ -28,18 +34,35 @@ def install() -> None:
     from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
     from sglang.srt.environ import envs
     from sglang.srt.mem_cache import allocation, memory_pool
-    from sglang.srt.speculative import eagle_utils, ngram_worker
+    from sglang.srt.speculative import (
+        draft_utils,
+        eagle_utils,
+        eagle_worker_common,
+        eagle_worker_v2,
+        ngram_worker,
+    )
 
     replaced = {
-        cache_locs: {"assign_extend_cache_locs_cpu": read_slots},
-        eagle: {"fill_accept_out_cache_loc_cpu": read_accepted_slots},
-        spec_tree: {"sgl_verify_tree_greedy_cpu": verify_tree_greedy},
+        cache_locs: {
+            "assign_draft_cache_locs_contiguous_cpu": read_draft_slots,
+            "assign_extend_cache_locs_cpu": read_slots,
+        },
+        eagle: {
+            "fill_accept_out_cache_loc_cpu": read_accepted_slots,
+            "fill_bonus_tokens_cpu": read_bonus_tokens,
+        },
+        spec_tree: {
+            "sgl_build_tree_kernel_efficient_cpu": build_tree,
+            "sgl_verify_tree_greedy_cpu": verify_tree_greedy,
+        },
         allocation: {
             "assign_req_to_token_pool_cpu": write_slots,
             "get_last_loc_triton": allocation.get_last_loc_torch,
         },
-        # They sample as on a CPU, and hand on masks of the drafted tokens alone.
+        # They sample as on a CPU, hand on masks of the drafted tokens alone, and capture no graphs.
         eagle_utils: {},
+        eagle_worker_common: {},
+        eagle_worker_v2: {},
         ngram_worker: {},
     }
     for module, functions in replaced.items():
@@ -47,6 +70,55 @@ def install() -> None:
     # Rows of the pool are moved by indexing, so there is no kernel to warm up.
     envs.SGLANG_NATIVE_MOVE_KV_CACHE.set(True)
     memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup = lambda pool: None
+    # A draft model's prompts and accepted tokens are extended by the attention that it has anyway.
+    factory = draft_utils.DraftBackendFactory
+    factory.create_draft_extend_backend = lambda self: None
+    factory.create_decode_backend = _make_draft_steps
+
+
+def _make_draft_steps(factory: Any) -> DraftSteps | None:
+    """The attention of a draft model's steps; None if there are none but the one of the tokens before."""
+    if factory.topk != 1:
+        raise ValueError(f"--speculative-eagle-topk {factory.topk}: on a CPU drafts are chains, not trees")
+    num_steps = factory.speculative_num_steps - 1
+    return DraftSteps(factory.draft_model_runner, num_steps) if num_steps > 0 else None
+
+
+def build_tree(
+    parent_list: torch.Tensor,
+    top_scores_index: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tree_mask: torch.Tensor,
+    positions: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: int,
+) -> None:
+    """Write how drafted tokens hang together, by which candidates of a draft model were selected.
+
+    Args:
+        parent_list: ``[batch, m]``: of group ``g`` of ``topk`` candidates, the candidate that it follows.
+        top_scores_index: ``[batch, n - 1]``: the selected candidates, ascending; those of group 0 follow the
+            root, which is node 0.
+        tree_mask: bool ``[batch * n * n]``, written: whether node ``i`` of a request sees node ``j``.
+
+    The others are as for ``reconstruct_tree``; ``n`` is ``num_verify_tokens``.
+    """
+    trees = tree_mask.view(-1, num_verify_tokens, num_verify_tokens)
+    trees.copy_(torch.eye(num_verify_tokens, dtype=torch.bool))
+    of_requests = (parent_list.tolist(), top_scores_index.tolist())
+    for tree, parents, selected in zip(trees, *of_requests, strict=True):
+        tree[:, 0] = True
+        for node, candidate in enumerate(selected, start=1):
+            group = candidate // topk
+            if group:
+                tree[node] |= tree[selected.index(parents[group]) + 1]
+    links = (positions, retrieve_index, retrieve_next_token, retrieve_next_sibling)
+    reconstruct_tree(tree_mask, seq_lens, *links, len(trees), num_verify_tokens)
 
 
 def reconstruct_tree(
@@ -162,6 +234,28 @@ def write_slots(
 
 def _spans(*columns: torch.Tensor) -> list[tuple[int, ...]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def read_draft_slots(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+    topk: int,
+    num_steps: int,
+) -> None:
+    """Write the slots of the ``topk * num_steps`` tokens behind each request to ``out_cache_loc``."""
+    ends = seq_lens + topk * num_steps
+    read_slots(req_pool_indices, req_to_token, seq_lens, ends, out_cache_loc, pool_len)
+
+
+def read_bonus_tokens(
+    accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, accept_stride: int
+) -> None:
+    """Write the last of each request's ``accept_lens`` tokens, which are the first of ``accept_stride``."""
+    last = (accept_lens - 1).long()[:, None]
+    bonus_tokens.copy_(accept_tokens.view(-1, accept_stride).gather(1, last).flatten())
 
 
 def read_accepted_slots(

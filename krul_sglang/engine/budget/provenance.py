@@ -46,11 +46,19 @@ class KvProvenance:
         num_slots: of the pool.
         device: of the pool.
         batch_of: the loads of a forward by SGLang's consumer index, None if it has none.
+        req_to_token: the slots of all requests by their row and position, as SGLang keeps them.
     """
 
-    def __init__(self, num_slots: int, device: Device, batch_of: Callable[[int], LoadBatch | None]) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        device: Device,
+        batch_of: Callable[[int], LoadBatch | None],
+        req_to_token: torch.Tensor,
+    ) -> None:
         self._device = device
         self._batch_of = batch_of
+        self._req_to_token = req_to_token
         # First token of the segment + 1; 0 where the KV is exact.
         self._segments = torch.zeros(num_slots, dtype=torch.int64, device=device.torch_device)
         self._damages = torch.zeros(num_slots, dtype=torch.float64, device=device.torch_device)
@@ -59,7 +67,8 @@ class KvProvenance:
         self._is_none_moved = True
 
     def after_forward(self, schedule_batch: Any) -> None:
-        """Note what a forward of SGLang's ``ScheduleBatch`` has computed, and what was loaded for it."""
+        """Note what a forward of SGLang's ``ScheduleBatch`` has computed, and what was loaded for it; drafts
+        may be verified as a ``ForwardBatch``."""
         batch: LoadBatch | None = None
         if schedule_batch.forward_mode.is_extend_without_speculative():
             batch = self._batch_of(schedule_batch.hicache_consumer_index)
@@ -117,8 +126,7 @@ class KvProvenance:
             counts = torch.full_like(starts, num_slots // len(starts))
         else:
             starts = schedule_batch.seq_lens - 1
-        slots = schedule_batch.req_to_token_pool.req_to_token
-        before = slots[schedule_batch.req_pool_indices, (starts - 1).clamp(min=0)]
+        before = self._req_to_token[schedule_batch.req_pool_indices, (starts - 1).clamp(min=0)]
         is_moved: torch.Tensor = self._is_moved[before.long()] & (starts > 0)
         return is_moved if counts is None else is_moved.repeat_interleave(counts, output_size=num_slots)
 

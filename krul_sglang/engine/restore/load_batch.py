@@ -18,6 +18,7 @@ from krul_backend.planner.interface import RestorePlan
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.restore.held_lease import HeldLease
 from krul_sglang.engine.restore.segment_reader import SegmentReader
 
 _AGREEMENTS = 8
@@ -85,7 +86,8 @@ class Load:
     Tokens ``[device_tokens, device_tokens + len(slots))`` of the conversation go to ``slots`` (int64, on the
     pool's device): in each layer those from ``plan.head_ends[layer]`` on, which ``readers`` copy, one after
     another, out of the lease's segments. ``moved``: set if they are stored at other positions, or after
-    other text; then the first of ``slots`` may be filled by heads alone.
+    other text; then the first of ``slots`` may be filled by heads alone. ``held`` was leased for the request,
+    and names its pages.
     """
 
     lease: Lease
@@ -95,6 +97,7 @@ class Load:
     plan: RestorePlan
     forecast: Forecast
     moved: MovedKeys | None = None
+    held: HeldLease | None = None
 
     @property
     def planned_s(self) -> float:
@@ -131,6 +134,8 @@ class LoadBatch:
     for the last layer before it enters the first: for a load that only takes cores from the forward, and
     hides nothing.
     ``agreement`` joins the threads of the ranks whose forwards wait; None: there is one rank.
+    ``draft_tokens``: of how many tokens of each request, from the load's first one on, the draft KV has come,
+    too.
     """
 
     def __init__(
@@ -161,6 +166,7 @@ class LoadBatch:
             patience_s = max(share.least_s, share.of_recompute * self._recompute_s)
         self._patience_s = patience_s
         self.salvaged: dict[str, int] = {}
+        self.draft_tokens: dict[str, int] = {}
         self._agreement = agreement or RankAgreement(None, num_ranks=1)
         self._num_agreed = 0
         self._changed = threading.Condition()
@@ -205,6 +211,11 @@ class LoadBatch:
             # To wake the forward in vain would take the lock of all Python threads from the loader.
             if not self.lands_whole or len(self._landed) == self.num_layers:
                 self._changed.notify_all()
+
+    def progressed(self) -> None:
+        """A layer of the draft has come: the load does not stand still."""
+        with self._changed:
+            self._progress_s = time.monotonic()
 
     def begun(self) -> None:
         """There is room for all that comes from lower tiers, and it is on its way."""

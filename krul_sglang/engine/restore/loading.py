@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -22,6 +21,7 @@ from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
+from krul_sglang.engine.restore.draft_loads import DraftLoads
 from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
 from krul_sglang.engine.restore.segment_reader import SegmentReader
 from krul_sglang.engine.restore.tail_groups import TailGroups
@@ -93,6 +93,7 @@ class LayerWiseLoader:
     lower tier are fetched while the first layers are copied. If a part of a load does not come, the segments
     before it are loaded all the same, so that only the rest has to be computed.
     ``patience_s``, ``agreement``: see ``LoadBatch``. ``link``: slows loads down.
+    ``drafts`` find the draft model's KV, which comes before the last layer: what reads it comes after that.
     ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
     raises fails the batch.
     """
@@ -106,6 +107,7 @@ class LayerWiseLoader:
         link: Link | None = None,
         agreement: RankAgreement | None = None,
         before_layer: Callable[[int, int], None] = lambda index, layer: None,
+        drafts: DraftLoads | None = None,
     ) -> None:
         self.counters = LoadCounters()
         self.counter = LayerWaits(pool.num_layers)
@@ -116,6 +118,7 @@ class LayerWiseLoader:
         self._link = link
         self._agreement = agreement
         self._before_layer = before_layer
+        self._drafts = drafts
         self._running: dict[int, Future[None]] = {}
         self._next_index = 0
         self._device = pool.streams
@@ -235,12 +238,34 @@ class LayerWiseLoader:
                 self._begin(load)
             batch.begun()
             readers = [reader for load in loads for reader in load.readers]
-            before_layer = partial(self._before_layer, index)
+            of_drafts = {} if self._drafts is None else self._drafts.lease(batch.loads, self._begin)
+
+            def before_layer(layer: int) -> None:
+                self._before_layer(index, layer)
+                if of_drafts and layer == self._pool.num_layers - 1:
+                    self._load_drafts(batch, of_drafts)
+
             # What a CPU was told to do is done.
             free = () if self._device.shares_cores else ready[1:]
-            if not self._copy(batch, readers, batch.landed, before_layer, free):
-                return
+            try:
+                if not self._copy(batch, readers, batch.landed, before_layer, free):
+                    return
+            finally:
+                for load in of_drafts.values():
+                    self._store.release(load.lease)
         self._count(loads)
+
+    def _load_drafts(self, batch: LoadBatch, loads: Mapping[str, Load]) -> None:
+        """Load the draft KV that belongs to a batch. An error fails nothing else."""
+        assert self._drafts is not None
+        draft = self._drafts.draft
+        try:
+            readers = [reader for load in loads.values() for reader in load.readers]
+            if self._copy(batch, readers, lambda times: batch.progressed(), pool=draft.pool):
+                batch.draft_tokens = {rid: len(load.slots) for rid, load in loads.items()}
+        except Exception as error:
+            draft.counters.failed_loads += 1
+            logger.warning("krul: draft KV of %d request(s) could not be loaded: %s", len(loads), error)
 
     def _copy(
         self,
@@ -249,18 +274,21 @@ class LayerWiseLoader:
         landed: Callable[[LayerTimes], None],
         before_layer: Callable[[int], None] = lambda layer: None,
         free: Sequence[Any] = (),
+        pool: DevicePool | None = None,
     ) -> bool:
         """Copy all layers of these segments, and say of each layer when it has ``landed``; False if the batch
-        was abandoned. The slots may be written after the events ``free``."""
+        was abandoned. The slots may be written after the events ``free``. ``pool``: the target's, or that of
+        its drafts."""
+        pool = self._pool if pool is None else pool
         checks = BlockChecks(self._device, batch.deadline_s, self._store.report_damage)
         tails, groups = TailGroups(readers, self._device), deque[list[TailGroup]]()
         num_announced = 0
         # Closed before a failure is reported: recomputing may need the memory.
         with closing(checks), closing(tails):
-            for layer in range(self._pool.num_layers):
+            for layer in range(pool.num_layers):
                 # On a CPU announcing a block waits for it, and checks it: that is part of its load.
                 begin = batch.clock.mark()
-                while num_announced < min(layer + checks.num_layers_ahead, self._pool.num_layers):
+                while num_announced < min(layer + checks.num_layers_ahead, pool.num_layers):
                     groups.append(tails.of_layer(num_announced))
                     for group in groups[-1]:
                         checks.announce(group.blocks)
@@ -271,10 +299,11 @@ class LayerWiseLoader:
                         self._stage(batch, chain.from_iterable(groups), readers, checks)
                     for event in free:
                         self._device.wait_for(event)
-                is_loaded = self._load_layer(batch, groups.popleft(), readers, checks)
-                if not is_loaded or not self._rotate_keys(batch, layer):
+                if not self._load_layer(batch, groups.popleft(), readers, checks, pool):
                     return False
-                if layer == self._pool.num_layers - 1:
+                if pool is self._pool and not self._rotate_keys(batch, layer):
+                    return False
+                if layer == pool.num_layers - 1:
                     # The check waits for what was decoded, and that for the forward before.
                     with batch.standing_still():
                         for event in free if tails.has_decoded else ():
@@ -347,6 +376,7 @@ class LayerWiseLoader:
         groups: Sequence[TailGroup],
         readers: Sequence[SegmentReader],
         checks: BlockChecks,
+        pool: DevicePool,
     ) -> bool:
         """Group after group, so that the device never holds the blocks of several; False if given up."""
         for group in groups:
@@ -355,7 +385,7 @@ class LayerWiseLoader:
             with batch.writing() as is_wanted, batch.decoding(group.is_decoded):
                 if not is_wanted:
                     return False
-                group.restore(self._pool)
+                group.restore(pool)
         return True
 
     def _rotate_keys(self, batch: LoadBatch, layer: int) -> bool:

@@ -105,7 +105,7 @@ class RestorePath:
                 self.report_damage(segment_id, "undecodable")
         if planned is None or readers is None:
             return None
-        return Load(held.lease, readers, slots, device_tokens, planned.plan, planned.forecast, moved)
+        return Load(held.lease, readers, slots, device_tokens, planned.plan, planned.forecast, moved, held)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``/server_info``."""

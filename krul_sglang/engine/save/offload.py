@@ -10,19 +10,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.transfer_gate import Patience, TransferGate
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
+from krul_sglang.engine.save.draft_saving import DraftSaver
 from krul_sglang.engine.save.later_encoding import ExactCopy, LaterEncoder
 from krul_sglang.engine.save.segment_writer import OffloadCounters
 from krul_sglang.engine.save.strategy_choice import ChoiceCounters, Decision
@@ -76,7 +78,7 @@ class TurnOffloader:
     later: its slots are free as soon as they were copied. Unless it ``stores``, another rank does, and this
     one only takes part in what they decide. With an ``allocation``, tokens that a restore would recompute are
     not stored, and dropped from earlier turns. ``runs``, if there are any, remember what is stored where.
-    ``costs``: see ``SegmentWriter``.
+    ``drafts`` store the draft model's KV, too. ``costs``: see ``SegmentWriter``.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -98,6 +100,7 @@ class TurnOffloader:
         copy_room: Callable[[], int] = lambda: sys.maxsize,
         keeps_copies: bool = True,
         stores: bool = True,
+        drafts: DraftSaver | None = None,
     ) -> None:
         self.counters = OffloadCounters()
         self.choices = ChoiceCounters()
@@ -108,6 +111,7 @@ class TurnOffloader:
         self._stores = stores
         self._allocation = allocation
         self._runs = runs
+        self._drafts = drafts
         self._gate = TransferGate() if gate is None else gate
         self._queue: deque[Job] = deque()
         layer_token_bytes = pool.shape.k_token_bytes + pool.shape.v_token_bytes
@@ -211,6 +215,15 @@ class TurnOffloader:
         self._device.synchronize(self._stream)
         self._queue.clear()
 
+    def clear(self, models: Sequence[ModelIdentity]) -> None:
+        """Drop all that is stored of these models, once what is being committed is stored."""
+        with ExitStack() as committing:
+            committing.enter_context(self.writer.committing)
+            if self._drafts is not None:
+                committing.enter_context(self._drafts.writer.committing)
+            for model in models:
+                self._store.clear(model)
+
     def close(self) -> None:
         wait_for_futures([job.future for job in self._queue])
         self._queue.clear()
@@ -220,6 +233,10 @@ class TurnOffloader:
     def _store_turn(self, job: Job) -> bool:
         try:
             with self._device.working_on(self._stream, job.turn.ready):
+                if self._drafts is not None:
+                    # First, since the slots may be given away when the target's KV has been read.
+                    pause = partial(self._gate.give_way, job.patience)
+                    self._drafts.save(job.turn, self._stream, pause, job.is_wanted, job.reading)
                 cause = self._store_missing(job)
         except Exception:
             logger.exception("krul: a turn of %d tokens could not be stored", len(job.turn.token_ids))

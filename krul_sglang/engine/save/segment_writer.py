@@ -26,6 +26,9 @@ ROOM_WAIT_S = 1.0
 """Seconds for which room in host memory is waited for: turns behind it wait, too."""
 _LOOK_S = 0.02
 
+Reading = Callable[[], AbstractContextManager[bool]]
+"""Held while slots of the device are read; says whether they may be."""
+
 
 @dataclass
 class OffloadCounters:
@@ -55,9 +58,10 @@ class OffloadCounters:
 class SegmentWriter:
     """Takes room in the store for encoded runs, copies their blocks there, and commits them.
 
-    Used by several threads, each with a stream of its own. What is not wanted any more when ``clear`` is
-    called is not stored after it. ``while_full()`` is entered while room is waited for. ``costs`` tell the
-    store how long computing a segment takes; None: nobody has measured it.
+    Used by several threads, each with a stream of its own. ``committing`` is held while a segment that is
+    still wanted is committed: what is not wanted by then is not stored. ``while_full()`` is entered while
+    room is waited for. ``costs`` tell the store how long computing a segment takes; None: nobody has measured
+    it.
     """
 
     def __init__(
@@ -75,12 +79,7 @@ class SegmentWriter:
         self._device = device
         self._num_layers = num_layers
         self._counters = counters
-        self._lock = threading.Lock()
-
-    def clear(self, model: ModelIdentity) -> None:
-        """Drop all that is stored of a model, once what is being committed is stored."""
-        with self._lock:
-            self._store.clear(model)
+        self.committing = threading.Lock()
 
     def write(
         self,
@@ -91,16 +90,18 @@ class SegmentWriter:
         *,
         is_fast_copy: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
-        reading: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True),
+        reading: Reading = lambda: nullcontext(True),
         on_read: Callable[[], None] | None = None,
+        model: ModelIdentity | None = None,
     ) -> bool:
-        """Store ``pages`` of a turn as a segment; False if there is no room, or it is not wanted any more.
+        """Store ``pages`` of a turn as a segment of ``model`` (None: of the turn's own); False if there is no
+        room, or it is not wanted any more.
 
         Room is waited for, for ``ROOM_WAIT_S``. The device is read while ``reading()`` is held, if that says
         that it may be. What was read counts only if ``is_wanted()`` when the blocks have been copied;
         ``on_read`` is called then.
         """
-        model = turn.model
+        model = turn.model if model is None else model
         page_size = model.page_size
         start, end = pages.start * page_size, pages.stop * page_size
         manifest = SegmentManifest(
@@ -134,7 +135,7 @@ class SegmentWriter:
         except BaseException:
             self._give_back(reservation, stream)
             raise
-        with self._lock:
+        with self.committing:
             if checksums is None or not is_wanted():
                 self._store.abort(reservation)
                 return False

@@ -1,0 +1,314 @@
+"""Speculation with a draft model: its KV comes back, and greedy answers are those without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from krul_sglang.demo.server import ServerProcess
+from tests.support.daemon_process import running_daemon
+from tests.support.forked_server import ForkedServer
+from tests.support.scenario import (
+    POOL_TOKENS,
+    STRICT,
+    STRICT_ON_TWO_CORES,
+    Answer,
+    Played,
+    abort_side_by_side,
+    ask,
+    assert_nothing_left_behind,
+    assert_same,
+    play_all,
+    push_out,
+    random_prompt,
+    request_payload,
+    settled_stats,
+    small_krul_server_args,
+    wait_until,
+)
+from tests.support.server_plugin import LEFT_OUT_DRAFTS, WITH_PLUGIN, faulty_loads
+from tests.support.tiny_model import build_eagle_pair, build_tiny_model
+
+NUM_TURNS = 4
+EDGE_PROMPTS = (320, 321)
+"""Tokens of prompts that fill pages, and of such that have one more: with EAGLE it names the last page."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """``target`` and ``draft`` are names in ``models``."""
+
+    algorithm: str
+    target: str
+    draft: str
+    num_steps: int = 3
+    load_format: str = "auto"
+
+    @property
+    def is_often_right(self) -> bool:
+        return self.draft not in ("small", "eagle3")
+
+    def args(self, models: dict[str, Path]) -> tuple[str, ...]:
+        return (
+            *("--speculative-algorithm", self.algorithm),
+            *("--speculative-draft-model-path", str(models[self.draft])),
+            *("--speculative-draft-load-format", self.load_format),
+            *("--speculative-num-steps", str(self.num_steps), "--speculative-eagle-topk", "1"),
+            *("--speculative-num-draft-tokens", str(self.num_steps + 1)),
+        )
+
+
+ITSELF = Speculation("STANDALONE", "llama", "llama")
+SMALL = Speculation("STANDALONE", "llama", "small")
+EAGLE = Speculation("EAGLE", "target of eagle", "eagle")
+EAGLE_1 = replace(EAGLE, num_steps=1)
+EAGLE3 = Speculation("EAGLE3", "target of eagle", "eagle3", load_format="dummy")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """``fails``: every second load is made to fail."""
+
+    speculation: Speculation
+    options: dict[str, Any]
+    page_size: int = 16
+    env: dict[str, str] = field(default_factory=lambda: STRICT | WITH_PLUGIN)
+    fails: bool = False
+    args: tuple[str, ...] = ()
+
+
+RANDOM, WHOLE = {"planner": "random"}, {"planner": "full-load"}
+FAILING = STRICT | faulty_loads("load-error")
+TWO_RANKS = STRICT_ON_TWO_CORES | WITH_PLUGIN
+MODES = {
+    "standalone-page-1-random-heads": Mode(ITSELF, RANDOM, page_size=1),
+    "standalone-page-16-whole-loads": Mode(ITSELF, WHOLE),
+    "standalone-page-16-failing-loads": Mode(ITSELF, RANDOM, env=FAILING, fails=True),
+    "standalone-page-16-small-draft": Mode(SMALL, RANDOM),
+    "standalone-page-16-two-ranks": Mode(ITSELF, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
+    "eagle-1-page-16-whole-loads": Mode(EAGLE_1, WHOLE),
+    "eagle-3-page-1-random-heads": Mode(EAGLE, RANDOM, page_size=1),
+    "eagle-3-page-16-failing-loads": Mode(EAGLE, RANDOM, env=FAILING, fails=True),
+    "eagle3-page-16-random-heads": Mode(EAGLE3, RANDOM),
+    "eagle-3-page-16-two-ranks": Mode(EAGLE, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
+}
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """An answer that ``num_forwards`` verified, and of which so many tokens were drafted."""
+
+    output_ids: tuple[int, ...]
+    host_tokens: int
+    num_forwards: int
+    num_accepted: int
+
+
+@dataclass(frozen=True)
+class Restored:
+    """``edges``: answers to ``EDGE_PROMPTS``, computed and then restored."""
+
+    mode: Mode
+    played: Played
+    turns: list[Drafted]
+    edges: list[tuple[Answer, Answer]]
+    stats: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints by the names that ``Speculation`` has for them."""
+    root = tmp_path_factory.mktemp("drafts")
+    small = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "hidden_size": 64}
+    build_eagle_pair(root / "target", root / "eagle")
+    shutil.copytree(root / "eagle", root / "eagle3", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((root / "eagle3" / "config.json").read_text()) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": None,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    }
+    (root / "eagle3" / "config.json").write_text(json.dumps(config))
+    return {
+        "llama": tiny_models["float32"],
+        "small": build_tiny_model(root / "small", seed=1, **small),
+        "target of eagle": root / "target",
+        "eagle": root / "eagle",
+        "eagle3": root / "eagle3",
+    }
+
+
+def krul_server(models: dict[str, Path], mode: Mode) -> ForkedServer:
+    args = (
+        *small_krul_server_args(POOL_TOKENS, mode.options),
+        *("--page-size", str(mode.page_size)),
+        *mode.speculation.args(models),
+        *mode.args,
+    )
+    return ForkedServer(models[mode.speculation.target], args=args, env=mode.env)
+
+
+def play_turns(server: ServerProcess, *, evict: bool) -> list[Drafted]:
+    """A conversation whose answers are long enough to see how many drafts are accepted."""
+    turns: list[Drafted] = []
+    history = random_prompt("drafted", 611)
+    for number in range(NUM_TURNS):
+        result = server.post_json("/generate", request_payload(history, max_new_tokens=40))
+        meta = result["meta_info"]
+        host_tokens = (meta.get("cached_tokens_details") or {"host": 0})["host"]
+        counts = meta["spec_verify_ct"], meta["spec_num_correct_drafts"]
+        turns.append(Drafted(tuple(result["output_ids"]), host_tokens, *counts))
+        history = [*history, *result["output_ids"], *random_prompt(("drafted", number), 37)]
+        if evict:
+            push_out(server, num_tokens=POOL_TOKENS, seed=("drafted", number))
+    return turns
+
+
+def accept_length(turns: Sequence[Drafted]) -> float:
+    """Mean number of tokens that a forward brings, over the turns that come after the first one."""
+    return 1 + sum(turn.num_accepted for turn in turns[1:]) / sum(turn.num_forwards for turn in turns[1:])
+
+
+def play_edges(server: ServerProcess) -> list[tuple[Answer, Answer]]:
+    prompts = [random_prompt("edge", num_tokens) for num_tokens in EDGE_PROMPTS]
+    computed = []
+    for prompt in prompts:
+        computed.append(ask(server, prompt))
+        push_out(server, num_tokens=POOL_TOKENS, seed="edge")
+    return list(zip(computed, [ask(server, prompt) for prompt in prompts], strict=True))
+
+
+PLAIN = ("--dtype", "float32", "--max-total-tokens", "16384", "--enable-cache-report")
+NeverLeft = Callable[[Mode], list[Drafted]]
+
+
+@pytest.fixture(scope="module")
+def never_left(models: dict[str, Path]) -> NeverLeft:
+    """The turns of a server with the speculation of a mode, and its pages, without krul and evictions."""
+
+    @cache
+    def play_without_krul(speculation: Speculation, page_size: int) -> list[Drafted]:
+        args = (*PLAIN, "--page-size", str(page_size), *speculation.args(models))
+        with ForkedServer(models[speculation.target], args=args) as server:
+            return play_turns(server, evict=False)
+
+    return lambda mode: play_without_krul(mode.speculation, mode.page_size)
+
+
+@pytest.fixture(scope="module")
+def undrafted(models: dict[str, Path], kept: Played) -> Callable[[str], Played]:
+    """What a target answers without speculation, krul and evictions."""
+
+    @cache
+    def play_plain(target: str) -> Played:
+        if target == "llama":
+            return kept
+        with ForkedServer(models[target], args=(*PLAIN, "--page-size", "16")) as server:
+            return play_all(server, evict=False)
+
+    return play_plain
+
+
+@pytest.fixture(scope="module", params=MODES)
+def restored(request: pytest.FixtureRequest, models: dict[str, Path]) -> Restored:
+    mode = MODES[request.param]
+    with krul_server(models, mode) as server:
+        turns = play_turns(server, evict=True)
+        edges = play_edges(server)
+        played = play_all(server, evict=True)
+        stats = settled_stats(server)
+        abort_side_by_side(server, 4, max_new_tokens=1000)
+        wait_until(lambda: not settled_stats(server)["num_leases"], "leases of aborted requests")
+        if not mode.fails:
+            assert_nothing_left_behind(server)
+        return Restored(mode, played, turns, edges, stats)
+
+
+def test_every_answer_is_that_of_servers_without_krul_and_without_speculation(
+    undrafted: Callable[[str], Played], never_left: NeverLeft, restored: Restored
+) -> None:
+    assert_same(undrafted(restored.mode.speculation.target).all(), restored.played.all())
+    expected = never_left(restored.mode)
+    assert [turn.output_ids for turn in restored.turns] == [turn.output_ids for turn in expected]
+
+
+def test_prompts_that_end_with_a_page_come_back(restored: Restored) -> None:
+    for computed, again in restored.edges:
+        assert again.output_ids == computed.output_ids
+        assert again.host_tokens + again.device_tokens >= 288
+
+
+def test_as_many_drafts_are_accepted_as_if_nothing_had_left(
+    never_left: NeverLeft, restored: Restored
+) -> None:
+    assert all(turn.host_tokens > 500 for turn in restored.turns[1:])
+    if restored.mode.fails or not restored.mode.speculation.is_often_right:
+        return
+    expected = accept_length(never_left(restored.mode))
+    assert expected > (1.6 if restored.mode.speculation.num_steps == 1 else 2.3)
+    assert accept_length(restored.turns) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("speculation", [ITSELF, EAGLE], ids=lambda speculation: speculation.algorithm)
+def test_control_without_draft_kv_fewer_drafts_are_accepted(
+    models: dict[str, Path], never_left: NeverLeft, speculation: Speculation
+) -> None:
+    mode = Mode(speculation, WHOLE, env=STRICT | LEFT_OUT_DRAFTS)
+    with krul_server(models, mode) as server:
+        turns = play_turns(server, evict=True)
+        stats = settled_stats(server)["draft"]
+    expected = never_left(mode)
+    assert [turn.output_ids for turn in turns] == [turn.output_ids for turn in expected]
+    assert accept_length(turns) < 0.75 * accept_length(expected)
+    assert (stats["restored_tokens"], stats["missing_tokens"] > 1500) == (0, True)
+
+
+def test_draft_kv_comes_back_with_the_target_s(restored: Restored) -> None:
+    draft, loaded = restored.stats["draft"], restored.stats["load"]["tokens"]
+    assert draft["failed_loads"] == 0
+    assert draft["after_restores"]["turns"] >= NUM_TURNS - 1
+    if restored.mode.fails:
+        # What the target alone computed again has no draft KV, and none is stored of what follows.
+        assert draft["missing_tokens"] > 500
+        assert draft["dropped_turns"] > 0
+        assert draft["stored_tokens"] < restored.stats["offload"]["tokens"]
+    else:
+        assert (draft["restored_tokens"], draft["missing_tokens"]) == (loaded, 0)
+        offload = restored.stats["offload"]
+        # On a busy machine a turn may be evicted while it is stored.
+        num_evicted = offload["dropped_turns"].get("evicted", 0)
+        assert draft["dropped_turns"] <= num_evicted
+        if not num_evicted:
+            assert draft["stored_tokens"] == offload["tokens"]
+
+
+def test_failed_loads_were_computed_and_nobody_noticed(restored: Restored) -> None:
+    forward = restored.stats["restore"]["forward"]
+    assert (forward["rescued_requests"] > 0) == restored.mode.fails
+    assert forward["lost_requests"] == 0
+
+
+def test_servers_with_and_without_drafts_share_the_target(models: dict[str, Path], kept: Played) -> None:
+    """Three turns, each on another server of one daemon; the second one has a draft model."""
+    history, answers = random_prompt("conversation", 611), list[Answer]()
+    with running_daemon("--host-memory", "256MiB") as (runtime_dir, _):
+        options = WHOLE | {"endpoint": str(runtime_dir), "host_memory": "auto"}
+        for number, speculation in enumerate(((), ITSELF.args(models), ())):
+            args = (*small_krul_server_args(POOL_TOKENS, options), *speculation)
+            with ForkedServer(models["llama"], args=args, env=STRICT) as server:
+                before = settled_stats(server)["draft"]
+                answers.append(ask(server, history, max_new_tokens=12))
+                draft = settled_stats(server)["draft"]
+            if speculation:
+                # Without draft KV of the prefix, none is stored of what follows.
+                counts = [draft[name] - before[name] for name in ("missing_tokens", "stored_tokens")]
+                assert counts == [608, 0]
+            history = [*history, *answers[-1].output_ids, *random_prompt(("conversation", number), 37)]
+    assert_same(kept.turns[:3], answers)
+    assert [answer.host_tokens for answer in answers] == [0, 608, 656]
