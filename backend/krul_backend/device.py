@@ -236,6 +236,14 @@ class Device:
         """
         host.copy_(source, non_blocking=True)
 
+    def to_host(self, source: torch.Tensor) -> torch.Tensor:
+        """Host memory with a copy of a tensor, once the current stream has made it; on a CPU the tensor."""
+        if self.shares_cores:
+            return source
+        host = self.host_empty(source.shape, source.dtype)
+        self.download(host, source)
+        return host
+
     def lock_pages(self, buffer: npt.NDArray[np.uint8]) -> int:
         """Page-lock mapped memory, so that this device copies from and to it asynchronously.
 

@@ -37,7 +37,7 @@ def _copy(
             tl.store(in_block, tl.load(in_pool, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def copy_rows(
     starts, slots, num_tokens, block, k_buffer, k_stride, k_size, v_buffer, v_stride, v_size,
     to_pool: tl.constexpr, unit: tl.constexpr, num_program_tokens: tl.constexpr,

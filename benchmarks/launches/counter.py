@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device
 
 DEVICE = torch.device("meta", 0)
@@ -303,11 +304,27 @@ def _copy_rows(given: Mapping[str, Any]) -> None:
             block[numbers] = rows[slots]
 
 
+def _put_vectors(given: Mapping[str, Any]) -> None:
+    """What the kernel ``put_group_vectors`` does."""
+    rows, out, mean = given["index"], given["out"], given["mean"]
+    sizes = given["k_size"], given["v_size"]
+    rotary = RotaryTable(given["cos_table"], given["sin_table"], is_neox=given["is_neox"])
+    for layer, block in enumerate(given["blocks"]):
+        group, place = divmod(layer, given["num_layers"])
+        starts = given["starts"][:, rows, None] * given["unit"]
+        k, v = (block[at + torch.arange(size)] for at, size in zip(starts, sizes, strict=True))
+        k = rotary.unrotate(k.view(len(rows), -1, given["k_dim"]), given["start_token"] + rows).flatten(1)
+        columns = slice(place * sum(sizes), (place + 1) * sum(sizes))
+        out[group, :, columns] = torch.cat([k, v.float()], 1) - mean[group, columns]
+    out[:, rows < given["num_first"]] = 0
+    given["lowered"].copy_(out)
+
+
 @contextmanager
 def counting() -> Iterator[LaunchCounter]:
     """Inside the block krul finds a GPU, on which kernels of its own are counted, and compute nothing."""
     from krul_backend import triton_rows
-    from krul_backend.codec.subspace import triton_group_restore
+    from krul_backend.codec.subspace import triton_group_restore, triton_vectors
 
     counter = LaunchCounter()
     module = _Module(counter)
@@ -321,6 +338,7 @@ def counting() -> Iterator[LaunchCounter]:
             patch.object(triton_group_restore, "decode_rans", decoder),
             patch.object(triton_group_restore, "restore_group_layer", writer),
             patch.object(triton_rows, "copy_rows", _Kernel(counter, _copy_rows)),
+            patch.object(triton_vectors, "put_group_vectors", _Kernel(counter, _put_vectors)),
         ):
             stack.enter_context(patched)
         stack.enter_context(counter)

@@ -31,9 +31,10 @@ def test_native_turns_take_few_launches_per_layer(rows: dict[str, dict[str, Any]
     assert rows["restore native"]["launches"] <= 2 * NUM_LAYERS + 2
 
 
-def test_turns_in_bases_take_no_more_than_they_did(rows: dict[str, dict[str, Any]]) -> None:
-    assert rows["save subspace"]["launches"] <= 43.5 * NUM_LAYERS
-    assert rows["save subspace"]["syncs"] <= 2 * NUM_LAYERS + 13
+def test_turns_in_bases_take_few_launches_and_no_wait_per_layer(rows: dict[str, dict[str, Any]]) -> None:
+    # Of each layer three copies of the block and one kernel, its keys for the statistics; the rest is once.
+    assert rows["save subspace"]["launches"] <= 5 * NUM_LAYERS + 100
+    assert rows["save subspace"]["syncs"] <= 11
     # A group is of two layers: copies of its block and its tables, and three kernels; one check of all.
     assert rows["restore subspace"]["launches"] <= 2.5 * NUM_LAYERS + 2
 

@@ -235,11 +235,13 @@ class NativeTails:
     """Says where the rows of several tails lie when the tails lie one behind the other in one buffer.
 
     All are stored by one model: ``unit.place.shape`` is the same. The same object serves every layer whose
-    tails are equal. ``num_bytes`` is the size of the buffer.
+    tails are equal. ``num_bytes`` is the size of the buffer. Where triton runs, token ``t``'s keys begin at
+    byte ``piece_bytes * starts[0, t]``, its values at ``piece_bytes * starts[1, t]``.
     """
 
     def __init__(self, tails: Sequence[NativeTail], device: Device) -> None:
-        shape = self._shape = tails[0].unit.place.shape
+        self.tails, shape = tails, tails[0].unit.place.shape
+        self._shape = shape
         self._runs_triton = device.runs_triton
         of_tails, self.num_bytes = [], 0
         for tail in tails:
@@ -251,13 +253,13 @@ class NativeTails:
         piece_bytes = math.gcd(*row_bytes, self.num_bytes, int(np.gcd.reduce(starts.ravel())))
         if self._runs_triton:
             piece_bytes = math.gcd(piece_bytes, ALIGNMENT_BYTES)
-            self._starts = device.from_host(torch.from_numpy(starts // piece_bytes))
+            self.starts = device.from_host(torch.from_numpy(starts // piece_bytes))
         else:
             # Of keys and of values, int64 ``[T * pieces per row]``.
             of_rows = (np.arange(size // piece_bytes) for size in row_bytes)
             pieces = (part[:, None] // piece_bytes + row for part, row in zip(starts, of_rows, strict=True))
             self._pieces = [device.from_host(torch.from_numpy(part.ravel())) for part in pieces]
-        self._piece_bytes = piece_bytes
+        self.piece_bytes = piece_bytes
 
     def restore(
         self, joined: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor
@@ -272,8 +274,8 @@ class NativeTails:
             self._move(joined, k_buffer, v_buffer, slots, to_pool=True)
             return
         # As the widest numbers that fit, of which a CPU copies one at a time.
-        wide = torch.int64 if self._piece_bytes % 8 == 0 else self._shape.dtype
-        pieces = joined.view(-1, self._piece_bytes).view(wide)
+        wide = torch.int64 if self.piece_bytes % 8 == 0 else self._shape.dtype
+        pieces = joined.view(-1, self.piece_bytes).view(wide)
         for buffer, wanted in zip((k_buffer, v_buffer), self._pieces, strict=True):
             targets = buffer.view(len(buffer), -1).view(wide)
             # [T * pieces per row, numbers of a piece] -> [T, numbers of a row]
@@ -292,4 +294,4 @@ class NativeTails:
     def _move(self, joined: torch.Tensor, *of_pool: torch.Tensor, to_pool: bool) -> None:
         from krul_backend.triton_rows import move_rows
 
-        move_rows(self._starts, self._piece_bytes, joined, *of_pool, to_pool=to_pool)
+        move_rows(self.starts, self.piece_bytes, joined, *of_pool, to_pool=to_pool)
