@@ -218,7 +218,7 @@ class SubspaceCodec:
             source = encoders.read(read)
             first_tokens += _first_tokens([kv for of_group in source.layers for kv in of_group], segment)
             vectors, lowered = encoders.vectors(source, rows, segment.num_first_tokens)
-            encoders.put_coefficients(vectors, lowered, coefficients[encoders.groups])
+            encoders.put_coefficients(vectors, lowered, coefficients[encoders.groups, :, : encoders.rank])
             lost[encoders.groups] = encoders.lost_outside(lowered)
             signed = multiply(signs.expand(len(vectors), -1, -1), vectors)
             sums[encoders.groups] = encoders.shift_sums(signed)

@@ -82,6 +82,11 @@ class GroupEncoders:
             found.append(cls(bases, rotary, memory, slice(groups[0], groups[-1] + 1), *stacked))
         return found
 
+    @property
+    def rank(self) -> int:
+        """The most coefficients of a group."""
+        return self.exact.shape[2] + self.others.shape[2]
+
     def at_once(self, num_rows: int, num_tokens: int) -> Iterator[GroupEncoders]:
         """The groups of which so many rows are multiplied at a time, of a segment of ``num_tokens``."""
         shape, first = self.bases.shape, self.groups.start
