@@ -34,22 +34,22 @@ def test_native_turns_take_few_launches_per_layer(rows: dict[str, dict[str, Any]
 def test_turns_in_bases_take_few_launches_and_no_wait_per_layer(rows: dict[str, dict[str, Any]]) -> None:
     # Of each layer three copies of the block and one kernel, its keys for the statistics; the rest is once.
     assert rows["save subspace"]["launches"] <= 5 * NUM_LAYERS + 100
-    assert rows["save subspace"]["syncs"] <= 11
+    assert rows["save subspace"]["syncs"] <= 3
     # A group is of two layers: copies of its block and its tables, and three kernels; one check of all.
     assert rows["restore subspace"]["launches"] <= 2.5 * NUM_LAYERS + 2
 
 
 def test_a_decode_step_launches_nothing_unless_queries_are_kept(rows: dict[str, dict[str, Any]]) -> None:
     assert rows["decode step, nothing kept"]["launches"] == 0
-    assert rows["decode step, queries kept"]["launches"] <= 2 * NUM_LAYERS + 6
+    assert rows["decode step, queries kept"]["launches"] <= 2 * NUM_LAYERS + 5
     assert rows["decode step, in a CUDA graph"]["launches"] == 2 * NUM_LAYERS
     for name in rows:
         assert rows[name]["syncs"] == 0 or "decode step" not in name
 
 
-def test_measuring_attention_takes_no_more_than_it_did(rows: dict[str, dict[str, Any]]) -> None:
-    assert rows["statistics"]["syncs"] <= 8
-    assert rows["statistics"]["launches"] <= NUM_LAYERS + 32
+def test_nothing_is_waited_for_while_attention_is_measured(rows: dict[str, dict[str, Any]]) -> None:
+    assert rows["statistics"]["syncs"] == 0
+    assert rows["statistics"]["launches"] <= NUM_LAYERS + 23
 
 
 def test_heads_take_one_launch_per_layer(rows: dict[str, dict[str, Any]]) -> None:

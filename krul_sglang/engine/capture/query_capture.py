@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate, sample_positions
@@ -121,7 +122,7 @@ class QueryCapture:
         rows = (shape.num_layers, num_places * plan.num_rows, shape.num_query_heads, shape.head_dim)
         self._queries = torch.zeros(rows, dtype=shape.dtype, device=device)
         # How many tokens each row sees: its position + 1. Zero where nothing is recorded.
-        self._num_visible = torch.zeros(num_places * plan.num_rows, dtype=torch.int64, device=device)
+        self._num_visible = np.zeros(num_places * plan.num_rows, np.int64)
         self._unread_row = plan.num_requests * plan.num_rows
         self._tokens = torch.zeros(plan.num_forward_rows, dtype=torch.int64, device=device)
         self._targets = torch.full_like(self._tokens, self._unread_row)
@@ -176,14 +177,17 @@ class QueryCapture:
         if turn is not None:
             turn.release()
 
-    def read(self, place: int) -> QueryRows:
-        """Copies of a place's rows, by position. Call it after the forwards that wrote them."""
+    def read(self, place: int, num_tokens: int | None = None) -> QueryRows:
+        """Copies of a place's rows, by position: those among the first ``num_tokens`` tokens, if given. Call
+        it after the forwards that wrote them. The positions are on the CPU."""
         rows = self._rows_of(place)
-        num_visible, order = self._num_visible[rows].sort()
-        order = order[num_visible > 0]
+        positions = self._num_visible[rows] - 1
+        order = np.argsort(positions)
+        most = positions.max() if num_tokens is None else num_tokens - 1
+        order = order[(positions[order] >= 0) & (positions[order] <= most)]
         return QueryRows(
-            queries=self._queries[:, rows][:, order],
-            positions=num_visible[num_visible > 0] - 1,
+            queries=self._queries[:, rows].index_select(1, self._device.from_host(torch.from_numpy(order))),
+            positions=torch.from_numpy(positions[order]),
             kv_heads=self.shape.kv_heads(),
             scaling=self.shape.scaling,
         )
@@ -267,11 +271,12 @@ class QueryCapture:
 
     def _keep(self, chosen: Sequence[tuple[int, int, int]]) -> None:
         if chosen:
-            tokens, targets, num_visible = self._device.from_list(list(zip(*chosen, strict=True)))
+            tokens, targets, num_visible = zip(*chosen, strict=True)
+            on_device = self._device.from_list([tokens, targets])
             self._num_kept = len(chosen)
-            self._tokens[: self._num_kept].copy_(tokens)
-            self._targets[: self._num_kept].copy_(targets)
-            self._num_visible.index_copy_(0, targets, num_visible)
+            self._tokens[: self._num_kept].copy_(on_device[0])
+            self._targets[: self._num_kept].copy_(on_device[1])
+            self._num_visible[list(targets)] = num_visible
 
     def _rows_of(self, place: int) -> slice:
         return slice(place * self.plan.num_rows, (place + 1) * self.plan.num_rows)
@@ -295,9 +300,7 @@ class CapturedRows(CapturedTurn):
         return None if rows is None else accumulate(rows, read_keys)
 
     def rows(self, num_tokens: int) -> QueryRows | None:
-        rows = self._capture.read(self._place)
-        inside = rows.positions < num_tokens
-        rows = QueryRows(rows.queries[:, inside], rows.positions[inside], rows.kv_heads, rows.scaling)
+        rows = self._capture.read(self._place, num_tokens)
         return rows if rows.num_rows else None
 
     def _give_place_back(self) -> None:
