@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +55,17 @@ TOKEN_BYTES = 12 * 2 * 64 * 2 * 4  # layers x KV heads x channels x (K, V) x byt
 TINY_TOKEN_BYTES = 4 * 2 * 64 * 2 * 4
 
 
-def learn(model: Path, cache_dir: Path, tp_size: int = 1, num_pieces: int = 4) -> None:
+def learn(
+    model: Path, cache_dir: Path, tp_size: int = 1, num_pieces: int = 4, texts: Sequence[Path] = ()
+) -> None:
     """Learn bases, from little text, which is fast, to where a server with this cache looks for them."""
     lines = learn_to_files(
-        Checkpoint(str(model)), None, num_pieces=num_pieces, tp_size=tp_size, cache_dir=cache_dir
+        Checkpoint(str(model)),
+        None,
+        num_pieces=num_pieces,
+        tp_size=tp_size,
+        cache_dir=cache_dir,
+        texts=texts,
     )
     assert sum(line.startswith("wrote ") for line in lines) == tp_size
 
@@ -198,9 +206,13 @@ LOSSY = 1e-6
 
 @pytest.fixture(scope="module")
 def learned_for_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory with bases of two ranks, from as much text as a server learns from by itself."""
-    cache_dir = tmp_path_factory.mktemp("krul-cache")
-    learn(REFERENCE_MODEL, cache_dir, tp_size=2, num_pieces=NUM_PIECES)
+    """A cache directory with bases of two ranks, from as much text as a server learns from by itself, but not
+    this program's source: each change of that draws other bases, which lose more of these chats or less."""
+    cache_dir, spec = tmp_path_factory.mktemp("krul-cache"), find_spec("sglang.srt.managers")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    texts = sorted(Path(spec.submodule_search_locations[0]).glob("*.py"))
+    learn(REFERENCE_MODEL, cache_dir, tp_size=2, num_pieces=NUM_PIECES, texts=texts)
     return cache_dir
 
 
