@@ -206,8 +206,16 @@ LOSSY = 1e-6
 
 @pytest.fixture(scope="module")
 def learned_for_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory with bases of two ranks, from as much text as a server learns from by itself, but not
-    this program's source: each change of that draws other bases, which lose more of these chats or less."""
+    """A cache directory with bases of two ranks, from as much text as a server learns from by itself."""
+    cache_dir = tmp_path_factory.mktemp("krul-cache")
+    learn(REFERENCE_MODEL, cache_dir, tp_size=2, num_pieces=NUM_PIECES)
+    return cache_dir
+
+
+@pytest.fixture(scope="module")
+def learned_from_other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, but not from this program's source: each change of that draws other bases, which lose more of
+    the chats that are compared or less."""
     cache_dir, spec = tmp_path_factory.mktemp("krul-cache"), find_spec("sglang.srt.managers")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -253,12 +261,12 @@ def probe_chats(server: ServerProcess, conversations: Sequence[Conversation]) ->
 
 
 def test_what_two_ranks_restore_diverges_by_less_than_the_default_budget(
-    control: ServerProcess, learned_for_two: Path
+    control: ServerProcess, learned_from_other_text: Path
 ) -> None:
     """The whole divergence of both ranks' errors together, after few chats were probed. The reference model
     loses more of its own kind of text than its bases expect, until probes have shown it."""
     chats = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=14, turns=4)
-    with two_ranks(learned_for_two, KrulConfig().error_budget) as server:
+    with two_ranks(learned_from_other_text, KrulConfig().error_budget) as server:
         probe_chats(server, chats[6:])
         restored = restored_turns(control, server, chats[:6])
         assert len(restored) >= 12
