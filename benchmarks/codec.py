@@ -42,6 +42,7 @@ from krul_backend.codec.coefficients.scales import (
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.encoders import GroupEncoders
 from krul_backend.codec.subspace.sample import SegmentSample
 from krul_sglang.config import KrulConfig
 from krul_sglang.learning.command import cut_pieces, own_texts
@@ -191,10 +192,10 @@ def phase_rows(
                 seconds = {
                     phase: patches.enter_context(_timed(owner, name))
                     for phase, owner, name in (
-                        ("coefficients", SubspaceCodec, "_put_coefficients"),
+                        ("coefficients", GroupEncoders, "put_coefficients"),
                         ("coder", RansCoder, "encode"),
-                        ("vectors", SubspaceCodec, "_vectors"),
-                        ("outside", SubspaceCodec, "_lost_outside"),
+                        ("vectors", GroupEncoders, "vectors"),
+                        ("outside", GroupEncoders, "lost_outside"),
                         ("step", SegmentSample, "choose_step"),
                     )
                 }

@@ -171,10 +171,11 @@ class Device:
         waiting.wait_event(event.of_torch if isinstance(event, Event) else event)
 
     def synchronize(self, stream: Any | None = None) -> None:
-        """Wait, in the calling thread, for the work queued on ``stream``; on all streams if None."""
+        """Wait, in the calling thread, for the work queued on ``stream``, if there is any; on all streams if
+        None."""
         if stream is None:
             self._module.synchronize(self.torch_device)
-        else:
+        elif not stream.query():
             stream.synchronize()
 
     def is_capturing(self) -> bool:
@@ -193,8 +194,11 @@ class Device:
 
     def from_list(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Host values (nested, for more dimensions) as a tensor on this device. The thread does not wait."""
-        tensor = torch.tensor(values, dtype=dtype)
-        return self.upload(self.host_empty(tensor.shape, dtype).copy_(tensor))
+        return self.from_host(torch.tensor(values, dtype=dtype))
+
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on this device of a tensor that may lie in any host memory. The thread does not wait."""
+        return self.upload(self.host_empty(tensor.shape, tensor.dtype).copy_(tensor))
 
     def upload(self, host: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """Copy host memory to the device on the current stream, into ``target`` or a new tensor; return that.
@@ -231,6 +235,14 @@ class Device:
         ``upload`` about page-locked memory.
         """
         host.copy_(source, non_blocking=True)
+
+    def to_host(self, source: torch.Tensor) -> torch.Tensor:
+        """Host memory with a copy of a tensor, once the current stream has made it; on a CPU the tensor."""
+        if self.shares_cores:
+            return source
+        host = self.host_empty(source.shape, source.dtype)
+        self.download(host, source)
+        return host
 
     def lock_pages(self, buffer: npt.NDArray[np.uint8]) -> int:
         """Page-lock mapped memory, so that this device copies from and to it asynchronously.
@@ -319,7 +331,8 @@ class _CpuStream:
 
     def wait_event(self, event: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
 
 
 class _CpuEvent:

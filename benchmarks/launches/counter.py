@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device
 
 DEVICE = torch.device("meta", 0)
@@ -90,7 +91,7 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_users: Counter[int] = Counter()
         self._threads = threading.local()
         self.live_bytes = 0
-        self.is_capturing = False
+        self.is_capturing = self.is_busy = False
         self.reset()
 
     def reset(self) -> None:
@@ -108,10 +109,12 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def launch(self, num_launches: int = 1) -> None:
         with self._lock:
             self.launches[_place()] += num_launches
+            self.is_busy = True
 
     def wait(self) -> None:
         with self._lock:
             self.syncs[_place()] += 1
+            self.is_busy = False
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -192,6 +195,8 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Any]
     ) -> None:
         with self._lock:
+            if not func.is_view and name not in NO_KERNEL:
+                self.launch()
             if name in ("copy_", "_to_copy"):
                 source = args[1] if name == "copy_" else args[0]
                 target = args[0].device if name == "copy_" else kwargs.get("device") or source.device
@@ -203,8 +208,6 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             has_mask = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
             if name in WAITING or has_mask or any(x is not None and x.is_cpu for x in indices):
                 self.wait()
-            if not func.is_view and name not in NO_KERNEL:
-                self.launch()
 
 
 class _Stream:
@@ -212,6 +215,9 @@ class _Stream:
         self._counter = counter
 
     def wait_event(self, event: object) -> None: ...
+
+    def query(self) -> bool:
+        return not self._counter.is_busy
 
     def synchronize(self) -> None:
         self._counter.wait()
@@ -271,33 +277,68 @@ def _place() -> str:
 
 
 class _Kernel:
-    """Stands for a Triton kernel: ``kernel[grid](...)`` is one launch, which finds no damage."""
+    """Stands for a Triton kernel: ``kernel[grid](...)`` is one launch, and ``compute`` what it does."""
 
-    def __init__(self, counter: LaunchCounter) -> None:
-        self._counter = counter
+    def __init__(self, counter: LaunchCounter, compute: Callable[[Mapping[str, Any]], None]) -> None:
+        self._counter, self._compute = counter, compute
 
     def __getitem__(self, grid: object) -> Any:
         def launch(**arguments: Any) -> None:
             self._counter.launch()
-            if "damaged" in arguments:
-                arguments["damaged"].held.zero_()
+            began_s = time.perf_counter()
+            self._compute(tree_map_only(DeviceTensor, lambda each: each.held, arguments))
+            self._counter.device_s += time.perf_counter() - began_s
 
         return launch
+
+
+def _copy_rows(given: Mapping[str, Any]) -> None:
+    """What the kernel ``copy_rows`` does."""
+    block, slots = given["block"], given["slots"]
+    for starts, part in zip(given["starts"] * given["unit"], "kv", strict=True):
+        rows = given[f"{part}_buffer"]
+        numbers = starts[:, None] + torch.arange(rows.shape[1])
+        if given["to_pool"]:
+            rows[slots] = block[numbers]
+        else:
+            block[numbers] = rows[slots]
+
+
+def _put_vectors(given: Mapping[str, Any]) -> None:
+    """What the kernel ``put_group_vectors`` does."""
+    rows, out, mean = given["index"], given["out"], given["mean"]
+    sizes = given["k_size"], given["v_size"]
+    rotary = RotaryTable(given["cos_table"], given["sin_table"], is_neox=given["is_neox"])
+    for layer, block in enumerate(given["blocks"]):
+        group, place = divmod(layer, given["num_layers"])
+        starts = given["starts"][:, rows, None] * given["unit"]
+        k, v = (block[at + torch.arange(size)] for at, size in zip(starts, sizes, strict=True))
+        k = rotary.unrotate(k.view(len(rows), -1, given["k_dim"]), given["start_token"] + rows).flatten(1)
+        columns = slice(place * sum(sizes), (place + 1) * sum(sizes))
+        out[group, :, columns] = torch.cat([k, v.float()], 1) - mean[group, columns]
+    out[:, rows < given["num_first"]] = 0
+    given["lowered"].copy_(out)
 
 
 @contextmanager
 def counting() -> Iterator[LaunchCounter]:
     """Inside the block krul finds a GPU, on which kernels of its own are counted, and compute nothing."""
-    from krul_backend.codec.subspace import triton_group_restore
+    from krul_backend import triton_rows
+    from krul_backend.codec.subspace import triton_group_restore, triton_vectors
 
     counter = LaunchCounter()
-    kernel, module = _Kernel(counter), _Module(counter)
+    module = _Module(counter)
+    # They find no damage.
+    decoder = _Kernel(counter, lambda given: given["damaged"].zero_())
+    writer = _Kernel(counter, lambda given: None)
     with ExitStack() as stack:
         for patched in (
             patch.object(torch, "get_device_module", lambda device: module),
             patch.object(Device, "runs_triton", PropertyMock(return_value=True)),
-            patch.object(triton_group_restore, "decode_rans", kernel),
-            patch.object(triton_group_restore, "restore_group_layer", kernel),
+            patch.object(triton_group_restore, "decode_rans", decoder),
+            patch.object(triton_group_restore, "restore_group_layer", writer),
+            patch.object(triton_rows, "copy_rows", _Kernel(counter, _copy_rows)),
+            patch.object(triton_vectors, "put_group_vectors", _Kernel(counter, _put_vectors)),
         ):
             stack.enter_context(patched)
         stack.enter_context(counter)

@@ -280,7 +280,8 @@ class CostCalibration:
         def read(layer: int) -> LayerKV:
             return self._pool.gather(layer, slots)
 
-        encoded = codec.of(strategy).encode(TokenRun(read, 0, num_tokens), UnitPlan(strategy))
+        run = TokenRun(read, 0, num_tokens, in_pool=(self._pool, slots))
+        encoded = codec.of(strategy).encode(run, UnitPlan(strategy))
         on_host = {}
         for layer, block in encoded.blocks:
             if layer not in unit:

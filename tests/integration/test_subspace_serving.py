@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +55,17 @@ TOKEN_BYTES = 12 * 2 * 64 * 2 * 4  # layers x KV heads x channels x (K, V) x byt
 TINY_TOKEN_BYTES = 4 * 2 * 64 * 2 * 4
 
 
-def learn(model: Path, cache_dir: Path, tp_size: int = 1, num_pieces: int = 4) -> None:
+def learn(
+    model: Path, cache_dir: Path, tp_size: int = 1, num_pieces: int = 4, texts: Sequence[Path] = ()
+) -> None:
     """Learn bases, from little text, which is fast, to where a server with this cache looks for them."""
     lines = learn_to_files(
-        Checkpoint(str(model)), None, num_pieces=num_pieces, tp_size=tp_size, cache_dir=cache_dir
+        Checkpoint(str(model)),
+        None,
+        num_pieces=num_pieces,
+        tp_size=tp_size,
+        cache_dir=cache_dir,
+        texts=texts,
     )
     assert sum(line.startswith("wrote ") for line in lines) == tp_size
 
@@ -205,6 +213,18 @@ def learned_for_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def learned_from_other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, but not from this program's source: each change of that draws other bases, which lose more of
+    the chats that are compared or less."""
+    cache_dir, spec = tmp_path_factory.mktemp("krul-cache"), find_spec("sglang.srt.managers")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    texts = sorted(Path(spec.submodule_search_locations[0]).glob("*.py"))
+    learn(REFERENCE_MODEL, cache_dir, tp_size=2, num_pieces=NUM_PIECES, texts=texts)
+    return cache_dir
+
+
+@pytest.fixture(scope="module")
 def control() -> Iterator[ServerProcess]:
     """It never evicts anything."""
     args = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384")
@@ -241,12 +261,12 @@ def probe_chats(server: ServerProcess, conversations: Sequence[Conversation]) ->
 
 
 def test_what_two_ranks_restore_diverges_by_less_than_the_default_budget(
-    control: ServerProcess, learned_for_two: Path
+    control: ServerProcess, learned_from_other_text: Path
 ) -> None:
     """The whole divergence of both ranks' errors together, after few chats were probed. The reference model
     loses more of its own kind of text than its bases expect, until probes have shown it."""
     chats = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=14, turns=4)
-    with two_ranks(learned_for_two, KrulConfig().error_budget) as server:
+    with two_ranks(learned_from_other_text, KrulConfig().error_budget) as server:
         probe_chats(server, chats[6:])
         restored = restored_turns(control, server, chats[:6])
         assert len(restored) >= 12

@@ -16,7 +16,7 @@ from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.coded_tail import CodedTail
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.quantizer import SHRINK
-from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget
+from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget, check_written
 from krul_backend.device import Device
 from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import make_bases, make_layers
@@ -81,7 +81,7 @@ def check_groups(cases: Sequence[GroupCase], begin: Begin, device: Device, num_l
         expected.append(exact_rows(decoder.tail(0, tail_bytes, case.first_token, case.num_tokens)))
     begun = begin(targets, device)
     begun.write(buffers)
-    begun.check()
+    check_written([begun])
     # On the host small coefficients are multiplied in bf16 in every pool.
     tolerance = 2**-7 if type(begun) is GroupRestore else TOLERANCE[shape.dtype]
     for layer, of_layer in enumerate(buffers):

@@ -61,8 +61,11 @@ class StrictStream:
         self._module.log.append(Entry("wait", self, event))
         self.work.append(event)
 
+    def query(self) -> bool:
+        return self.num_done == len(self.work)
+
     def synchronize(self) -> None:
-        self._module.synchronized(self)
+        self._module.on_synchronize(self)
         self.come_to(len(self.work))
 
     def come_to(self, end: int) -> None:
@@ -218,9 +221,6 @@ class StrictModule:
     def fail(self, error: str) -> None:
         self.errors.append(error)
         raise StrictError(error)
-
-    def synchronized(self, stream: StrictStream) -> None:
-        self.on_synchronize(stream)
 
     def is_locked(self, addresses: range) -> bool:
         first, end = addresses.start, addresses.stop

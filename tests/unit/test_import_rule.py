@@ -22,6 +22,7 @@ BACKEND_FLOORS = (
         "memory",
         "device",
         "machine_code",
+        "triton_rows",
         "segment",
         "free_extents",
         "atomic_file",

@@ -21,38 +21,35 @@ def rows() -> dict[str, dict[str, Any]]:
     return {row["operation"]: row for row in rows_of(TINY, 100)}
 
 
-def test_restoring_waits_once(rows: dict[str, dict[str, Any]]) -> None:
-    assert rows["restore native"]["syncs"] == 1
-
-
-def test_saving_waits_for_the_copies_and_at_the_end(rows: dict[str, dict[str, Any]]) -> None:
-    assert rows["save native"]["syncs"] == 2
+@pytest.mark.parametrize("operation", ["save native", "restore native", "restore subspace"])
+def test_the_host_waits_once(rows: dict[str, dict[str, Any]], operation: str) -> None:
+    assert rows[operation]["syncs"] == 1
 
 
 def test_native_turns_take_few_launches_per_layer(rows: dict[str, dict[str, Any]]) -> None:
-    assert rows["save native"]["launches"] <= 8 * NUM_LAYERS
-    assert rows["restore native"]["launches"] <= 5 * NUM_LAYERS + 3
+    assert rows["save native"]["launches"] <= 2 * NUM_LAYERS + 1
+    assert rows["restore native"]["launches"] <= 2 * NUM_LAYERS + 2
 
 
-def test_turns_in_bases_take_no_more_than_they_did(rows: dict[str, dict[str, Any]]) -> None:
-    assert rows["save subspace"]["launches"] <= 43.5 * NUM_LAYERS
-    assert rows["save subspace"]["syncs"] <= 2 * NUM_LAYERS + 13
-    # A group is of two layers: copies of its block and its tables, two kernels, and a check.
-    assert rows["restore subspace"]["launches"] <= 3.5 * NUM_LAYERS
-    assert rows["restore subspace"]["syncs"] <= NUM_LAYERS / 2 + 1
+def test_turns_in_bases_take_few_launches_and_no_wait_per_layer(rows: dict[str, dict[str, Any]]) -> None:
+    # Of each layer three copies of the block and one kernel, its keys for the statistics; the rest is once.
+    assert rows["save subspace"]["launches"] <= 5 * NUM_LAYERS + 100
+    assert rows["save subspace"]["syncs"] <= 3
+    # A group is of two layers: copies of its block and its tables, and three kernels; one check of all.
+    assert rows["restore subspace"]["launches"] <= 2.5 * NUM_LAYERS + 2
 
 
 def test_a_decode_step_launches_nothing_unless_queries_are_kept(rows: dict[str, dict[str, Any]]) -> None:
     assert rows["decode step, nothing kept"]["launches"] == 0
-    assert rows["decode step, queries kept"]["launches"] <= 2 * NUM_LAYERS + 6
-    assert rows["decode step, in a CUDA graph"]["launches"] == 2 * NUM_LAYERS
+    assert rows["decode step, queries kept"]["launches"] <= NUM_LAYERS + 4
+    assert rows["decode step, in a CUDA graph"]["launches"] == NUM_LAYERS
     for name in rows:
         assert rows[name]["syncs"] == 0 or "decode step" not in name
 
 
-def test_measuring_attention_takes_no_more_than_it_did(rows: dict[str, dict[str, Any]]) -> None:
-    assert rows["statistics"]["syncs"] <= 8
-    assert rows["statistics"]["launches"] <= NUM_LAYERS + 32
+def test_nothing_is_waited_for_while_attention_is_measured(rows: dict[str, dict[str, Any]]) -> None:
+    assert rows["statistics"]["syncs"] == 0
+    assert rows["statistics"]["launches"] <= NUM_LAYERS + 23
 
 
 def test_heads_take_one_launch_per_layer(rows: dict[str, dict[str, Any]]) -> None:
@@ -62,8 +59,9 @@ def test_heads_take_one_launch_per_layer(rows: dict[str, dict[str, Any]]) -> Non
 
 def test_copies_are_those_of_the_turn(rows: dict[str, dict[str, Any]]) -> None:
     turn_bytes = 100 * NUM_LAYERS * 2 * 2 * 16 * 2
-    assert rows["save native"]["bytes_copied"] == turn_bytes
-    assert turn_bytes <= rows["restore native"]["bytes_copied"] < 1.1 * turn_bytes
+    for operation in ("save native", "restore native"):
+        # And where its rows lie.
+        assert turn_bytes < rows[operation]["bytes_copied"] < 1.1 * turn_bytes
 
 
 @pytest.fixture
@@ -91,11 +89,18 @@ def test_launches_are_operations_but_not_views(counter: LaunchCounter) -> None:
         lambda x: bool((x > 0).all()),
         lambda x: torch.ones(3).to(DEVICE),
         lambda x: x[torch.tensor([1])],
-        lambda x: Device.of(x).synchronize(Device.of(x).new_stream()),
+        lambda x: Device.of(x.mul_(2)).synchronize(Device.of(x).new_stream()),
     ],
 )
 def test_waits_of_the_host_are_counted(counter: LaunchCounter, wait: Any) -> None:
     wait(counter.on_device(torch.ones(3)))
+    assert counter.syncs.total() == 1
+
+
+def test_a_stream_without_work_is_not_waited_for(counter: LaunchCounter) -> None:
+    device = Device.of(counter.on_device(torch.ones(3)).mul_(2))
+    for _ in range(2):
+        device.synchronize(device.new_stream())
     assert counter.syncs.total() == 1
 
 

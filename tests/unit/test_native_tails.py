@@ -1,7 +1,14 @@
-"""Natively stored tails of several segments, written to their slots with one gather and one scatter."""
+"""Natively stored tails of several segments, written to their slots together, and rows read from slots: by
+torch, and in triton's interpreter by a kernel."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
+from unittest.mock import PropertyMock, patch
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +21,18 @@ from krul_backend.codec.unit_restore import NativeTail, NativeTails
 from krul_backend.codec.units import UnitPlan
 from krul_backend.device import Device
 from krul_backend.strategy.strategy import Strategy
+from tests.support.triton_runs import compiled_ptx, run_interpreted
 
 CPU = Device(torch.device("cpu"))
 GROUP = 8
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(autouse=IS_INTERPRETED)
+def by_kernel() -> Iterator[None]:
+    with patch.object(Device, "runs_triton", PropertyMock(return_value=True)):
+        yield
+
 
 shapes = st.sampled_from(
     [
@@ -39,7 +55,10 @@ def parts(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+examples = settings(max_examples=20 if IS_INTERPRETED else 150, deadline=None, derandomize=IS_INTERPRETED)
+
+
+@examples
 @given(shape=shapes, wanted=parts(), seed=st.integers(1, 99))
 def test_every_row_comes_to_its_slot_to_the_bit_and_no_other_slot_changes(
     shape: LayerShape, wanted: list[tuple[int, int, int]], seed: int
@@ -70,6 +89,52 @@ def test_every_row_comes_to_its_slot_to_the_bit_and_no_other_slot_changes(
     before.v[slots] = torch.cat([kv.v for kv in expected])
     assert torch.equal(pool.k.view(torch.uint8), before.k.view(torch.uint8))
     assert torch.equal(pool.v.view(torch.uint8), before.v.view(torch.uint8))
+
+
+if IS_INTERPRETED:
+
+    @examples
+    @given(shape=shapes, num_tokens=st.integers(1, 3 * GROUP + 1), seed=st.integers(1, 99))
+    def test_rows_of_the_pool_become_the_block_that_torch_makes(
+        shape: LayerShape, num_tokens: int, seed: int
+    ) -> None:
+        codec = ModelCodecs(shape, 1, None, CodecOptions(group_size=GROUP))
+        pool = random_rows(shape, 2 * num_tokens, seed)
+        slots = torch.randperm(2 * num_tokens, generator=torch.Generator().manual_seed(seed))[:num_tokens]
+        kv = LayerKV(pool.k[slots], pool.v[slots])
+        as_read = TokenRun([kv].__getitem__, 0, num_tokens)
+        in_pool = TokenRun(
+            lambda layer: pytest.fail("it is read twice"), 0, num_tokens, in_pool=(_Pool(pool), slots)
+        )
+        plan = UnitPlan(Strategy.from_pairs(1))
+        blocks = [dict(codec.native.encode(run, plan).blocks)[0] for run in (as_read, in_pool)]
+        assert torch.equal(*blocks)
+
+else:
+
+    def test_the_kernel_in_the_interpreter() -> None:
+        run_interpreted("tests/unit/test_native_tails.py")
+
+    @pytest.mark.parametrize("compute_capability", [80, 90, 100])
+    @pytest.mark.parametrize("to_pool", [True, False])
+    def test_the_kernel_copies_16_bytes_at_a_time(*, to_pool: bool, compute_capability: int) -> None:
+        from krul_backend.triton_rows import copy_rows, move_launch
+
+        shape = LayerShape(8, 128, 128, torch.bfloat16)
+        pool = random_rows(shape, 100, 1)
+        block = torch.empty(100 * (shape.k_token_bytes + shape.v_token_bytes), dtype=torch.uint8)
+        starts = torch.zeros(2, 100, dtype=torch.int64)
+        _, arguments = move_launch(starts, 16, block, pool.k, pool.v, starts[0], to_pool=to_pool)
+        ptx = compiled_ptx(copy_rows, arguments, compute_capability)
+        assert set(re.findall(r"st\.global[.\w]*", ptx)) == {"st.global.v2.b64"}
+
+
+class _Pool:
+    def __init__(self, kv: LayerKV) -> None:
+        self.kv = kv
+
+    def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kv.k, self.kv.v
 
 
 def random_rows(shape: LayerShape, num_tokens: int, seed: int) -> LayerKV:

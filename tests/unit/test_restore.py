@@ -97,6 +97,7 @@ def test_views_that_begin_anywhere_take_the_same_compilation() -> None:
 
     from krul_backend.codec.pairs.triton_kernels import restore_groups, restore_retained
     from krul_backend.codec.subspace.triton_group_kernels import restore_group_layer
+    from krul_backend.triton_rows import copy_rows
 
     backend = make_backend(GPUTarget("cuda", 90, 32))
     whole = torch.arange(8)
@@ -105,6 +106,8 @@ def test_views_that_begin_anywhere_take_the_same_compilation() -> None:
         (restore_groups, "slots"),
         (restore_retained, "slots"),
         (restore_group_layer, "first_tokens"),
+        (restore_group_layer, "slots"),
+        (copy_rows, "slots"),
     ):
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)
         kinds = []
@@ -126,7 +129,7 @@ shape = LayerShape(2, 32, 32, torch.float32)
 blocks, decoder = encode_case(RestoreCase(shape, Precision.INT4, is_pair=False, rotary_dim=32), "cpu")
 k_buffer = v_buffer = torch.zeros(37, 2, 32)
 restore_layer(decoder, 0, blocks, 0, 37, k_buffer, v_buffer, torch.arange(37))
-ours = "krul_backend.codec.pairs.triton", "krul_backend.codec.subspace.triton"
+ours = "krul_backend.codec.pairs.triton", "krul_backend.codec.subspace.triton", "krul_backend.triton"
 print([name for name in sys.modules if name.startswith((*ours, "triton."))])
 """
     result = run_python("-c", code)

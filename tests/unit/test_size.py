@@ -21,7 +21,7 @@ LIMITS = {
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 11_550),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
-        7_600,
+        8_000,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),

@@ -17,7 +17,6 @@ from krul_backend.codec.coefficients.scales import RECORD_TOKENS, ROUNDING
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.codec.subspace.coded_tail import SegmentTokens
 from krul_backend.codec.subspace.quantizer import (
     COARSEST_SHIFT,
     FINEST_SHIFT,
@@ -97,13 +96,13 @@ def test_products_in_bf16_leave_the_largest_coefficients_exact(
     rotary = rotary_table(32)
     layers = make_layers(bases, 150, rotary)
     codec = SubspaceCodec(bases, rotary)
-    segment = SegmentTokens(0, 150, 0)
 
     def coefficients(rows: torch.Tensor, num_kept: int = 128) -> torch.Tensor:
-        vectors = codec._vectors(0, layers, TokenRows.of(rows, 0, rotary), segment)
-        out = torch.empty(len(vectors), num_kept)
-        codec._put_coefficients(0, vectors, out)
-        return out
+        (encoders,) = codec._encoders
+        vectors, lowered = encoders.vectors(encoders.read(layers.__getitem__), TokenRows(rows, 0, rotary), 0)
+        out = torch.empty(1, len(rows), num_kept)
+        encoders.put_coefficients(vectors, lowered, out)
+        return out[0]
 
     found = coefficients(torch.arange(150))
     bare = [LayerKV(rotary.unrotate(kv.k, torch.arange(150)), kv.v) for kv in layers]

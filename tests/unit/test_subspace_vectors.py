@@ -49,5 +49,5 @@ def test_vectors_are_the_kv_without_embedding_less_the_mean(data: st.DataObject)
     with pytest.MonkeyPatch.context() as patches:
         if data.draw(st.booleans(), "by torch, as on a GPU"):
             patches.setattr(vectors_module.Device, "of", lambda _: SimpleNamespace(shares_cores=False))
-        put_vectors(layers, TokenRows.of(rows, start_token, rotary), mean, found)
+        put_vectors(layers, TokenRows(rows, start_token, rotary), mean, found)
     torch.testing.assert_close(found, group_vectors(bare)[rows] - mean, rtol=1e-6, atol=2e-6)

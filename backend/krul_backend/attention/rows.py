@@ -170,6 +170,7 @@ def attention_drawn(
     last token's position plus one.
     """
     device, head_dim = rows.queries.device, rows.queries.shape[3]
+    of_device = Device(device)
     kv_heads = rows.kv_heads.cpu()
     num_kv_heads = int(kv_heads.max()) + 1
     group = rows.num_heads // num_kv_heads
@@ -206,13 +207,13 @@ def attention_drawn(
             of_heads = of_heads.transpose(1, 2)
             for block in torch.split(used, block_rows):
                 of_block = keys.new_empty(*keys.shape[:2], len(block), group, head_dim)
-                torch.mul(of_heads.index_select(2, block.to(device)), rows.scaling, out=of_block)
+                torch.mul(of_heads.index_select(2, of_device.from_host(block)), rows.scaling, out=of_block)
                 # [layers * heads, R * group, num_visible]
                 scores = torch.bmm(of_block.flatten(2, 3).flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
                 of_rows = positions[block].repeat_interleave(group)
                 _add_drawn(scores, of_rows, start_token, totals[layers, heads].view(-1, num_tokens))
     num_seen = (positions[used][:, None] >= torch.arange(start_token, end)).sum(0)
-    num_seen = num_seen.to(device)
+    num_seen = of_device.from_host(num_seen)
     average = totals.sum(-1, keepdim=True) / num_seen.sum()
     return (totals + PRIOR_ROWS * average) / (num_seen + PRIOR_ROWS)
 
@@ -229,7 +230,8 @@ def _add_drawn(scores: torch.Tensor, positions: torch.Tensor, start: int, totals
         _add_weights(elements(scores), is_bf16, positions.numpy(), start, room, totals.numpy())
         return
     is_hidden = torch.arange(scores.shape[2]) > positions[:, None]
-    weights = scores.masked_fill_(is_hidden.to(scores.device), -torch.inf).softmax(-1, dtype=torch.float32)
+    is_hidden = Device(scores.device).from_host(is_hidden)
+    weights = scores.masked_fill_(is_hidden, -torch.inf).softmax(-1, dtype=torch.float32)
     drawn = weights[..., start : start + totals.shape[1]].sum(1)
     totals[:, : drawn.shape[1]] += drawn
 

@@ -44,13 +44,14 @@ class TokenRun:
     """Tokens ``[start_token, start_token + num_tokens)`` of a conversation that become one segment.
 
     ``read`` reads them from the pool. ``head_ends[l]``: tokens of layer ``l`` before that position need not
-    be kept; None keeps everything.
+    be kept; None keeps everything. ``in_pool``: the pool and the slots that ``read`` reads, if it does.
     """
 
     read: ReadLayer
     start_token: int
     num_tokens: int
     head_ends: Sequence[int] | None = None
+    in_pool: tuple[KVBuffers, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)

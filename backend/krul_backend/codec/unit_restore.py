@@ -21,6 +21,7 @@ from krul_backend.codec.interface import (
     check_slots,
     in_batches,
 )
+from krul_backend.codec.layout import ALIGNMENT_BYTES
 from krul_backend.codec.unit import UnitCodec
 from krul_backend.device import Device
 
@@ -171,7 +172,7 @@ class _CodedUnit(TailGroup):
 
 
 class _NativeGroup(TailGroup):
-    """Natively stored tails: one copy for each, back to back, and one gather and scatter for all."""
+    """Natively stored tails: one copy for each, back to back, then all go to their slots together."""
 
     def __init__(
         self,
@@ -234,51 +235,63 @@ class NativeTails:
     """Says where the rows of several tails lie when the tails lie one behind the other in one buffer.
 
     All are stored by one model: ``unit.place.shape`` is the same. The same object serves every layer whose
-    tails are equal. ``num_bytes`` is the size of the buffer.
+    tails are equal. ``num_bytes`` is the size of the buffer. Where triton runs, token ``t``'s keys begin at
+    byte ``piece_bytes * starts[0, t]``, its values at ``piece_bytes * starts[1, t]``.
     """
 
     def __init__(self, tails: Sequence[NativeTail], device: Device) -> None:
-        shape = self._shape = tails[0].unit.place.shape
-        starts: list[tuple[Rows, Rows]] = []
-        self.num_bytes = 0
+        self.tails, shape = tails, tails[0].unit.place.shape
+        self._shape = shape
+        self._runs_triton = device.runs_triton
+        of_tails, self.num_bytes = [], 0
         for tail in tails:
-            k, v = tail.row_starts()
-            starts.append((k + self.num_bytes, v + self.num_bytes))
+            of_tails.append(np.stack(tail.row_starts()) + self.num_bytes)
             self.num_bytes += tail.num_bytes
-        k_starts, v_starts = (np.concatenate(of_tails) for of_tails in zip(*starts, strict=True))
-        # Rows are gathered in pieces of the largest size at whose multiples all of them start: whole rows,
+        starts, row_bytes = np.concatenate(of_tails, axis=1), (shape.k_token_bytes, shape.v_token_bytes)
+        # Rows are copied in pieces of the largest size at whose multiples all of them start: whole rows,
         # unless keys and values differ in size, or rows are no multiple of the alignment.
-        self._piece_bytes = math.gcd(
-            shape.k_token_bytes,
-            shape.v_token_bytes,
-            self.num_bytes,
-            int(np.gcd.reduce(k_starts)),
-            int(np.gcd.reduce(v_starts)),
-        )
-        self._k_pieces = self._pieces(k_starts, shape.k_token_bytes, device)
-        self._v_pieces = self._pieces(v_starts, shape.v_token_bytes, device)
+        piece_bytes = math.gcd(*row_bytes, self.num_bytes, int(np.gcd.reduce(starts.ravel())))
+        if self._runs_triton:
+            piece_bytes = math.gcd(piece_bytes, ALIGNMENT_BYTES)
+            self.starts = device.from_host(torch.from_numpy(starts // piece_bytes))
+        else:
+            # Of keys and of values, int64 ``[T * pieces per row]``.
+            of_rows = (np.arange(size // piece_bytes) for size in row_bytes)
+            pieces = (part[:, None] // piece_bytes + row for part, row in zip(starts, of_rows, strict=True))
+            self._pieces = [device.from_host(torch.from_numpy(part.ravel())) for part in pieces]
+        self.piece_bytes = piece_bytes
 
     def restore(
         self, joined: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Write all rows to their slots of one layer, keys and values with one gather and one scatter each.
+        """Write all rows to their slots of one layer, by one kernel or, of keys and of values, by torch.
 
         ``joined``: uint8 ``[num_bytes]``, the tails back to back. ``k_buffer [num_slots, H, Dk]`` and
         ``v_buffer [num_slots, H, Dv]`` in the pool's dtype are written at ``slots`` (int64, as many as there
         are tokens in all tails, on the same device). On a GPU the work is queued on the current stream.
         """
+        if self._runs_triton:
+            self._move(joined, k_buffer, v_buffer, slots, to_pool=True)
+            return
         # As the widest numbers that fit, of which a CPU copies one at a time.
-        wide = torch.int64 if self._piece_bytes % 8 == 0 else self._shape.dtype
-        pieces = joined.view(-1, self._piece_bytes).view(wide)
-        for buffer, wanted in ((k_buffer, self._k_pieces), (v_buffer, self._v_pieces)):
+        wide = torch.int64 if self.piece_bytes % 8 == 0 else self._shape.dtype
+        pieces = joined.view(-1, self.piece_bytes).view(wide)
+        for buffer, wanted in zip((k_buffer, v_buffer), self._pieces, strict=True):
             targets = buffer.view(len(buffer), -1).view(wide)
             # [T * pieces per row, numbers of a piece] -> [T, numbers of a row]
             rows = pieces.index_select(0, wanted).view(-1, targets.shape[1])
             targets.index_copy_(0, slots, rows)
 
-    def _pieces(self, starts: Rows, row_bytes: int, device: Device) -> torch.Tensor:
-        """The pieces that rows at ``starts`` consist of: int64 ``[T * pieces per row]``."""
-        per_row = np.arange(row_bytes // self._piece_bytes)
-        pieces = (starts[:, None] // self._piece_bytes + per_row).ravel()
-        host = device.host_empty(pieces.shape, torch.int64)
-        return device.upload(host.copy_(torch.from_numpy(pieces)))
+    def gather(self, k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``restore``, on a device that runs triton: the tails of rows in slots."""
+        row_bytes = self._shape.k_token_bytes + self._shape.v_token_bytes
+        # Between rows, what is not written is zero.
+        make = torch.empty if len(slots) * row_bytes == self.num_bytes else torch.zeros
+        joined = make(self.num_bytes, dtype=torch.uint8, device=slots.device)
+        self._move(joined, k_buffer, v_buffer, slots, to_pool=False)
+        return joined
+
+    def _move(self, joined: torch.Tensor, *of_pool: torch.Tensor, to_pool: bool) -> None:
+        from krul_backend.triton_rows import move_rows
+
+        move_rows(self.starts, self.piece_bytes, joined, *of_pool, to_pool=to_pool)

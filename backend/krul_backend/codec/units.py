@@ -16,7 +16,8 @@ from krul_backend.codec.layout import LayerKV, ReadLayer
 from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.rotary import check_positions
 from krul_backend.codec.unit import SegmentPlace, UnitCodec
-from krul_backend.codec.unit_restore import UnitRestorer
+from krul_backend.codec.unit_restore import NativeTail, NativeTails, UnitRestorer
+from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Pair, Strategy
 
@@ -179,21 +180,28 @@ class UnitsCodec(Codec[UnitPlan]):
             layer_first_token,
             layer_num_bytes,
             sum(layout.layer_num_bytes) - sum(layer_num_bytes),
-            self._blocks(segment, layer_num_bytes, run.read, pause),
+            self._blocks(segment, layer_num_bytes, run, pause),
         )
 
     def _blocks(
-        self, segment: UnitSegment, sizes: Sequence[int], read: ReadLayer, pause: Callable[[], None]
+        self, segment: UnitSegment, sizes: Sequence[int], run: TokenRun, pause: Callable[[], None]
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Unit after unit, so that the device never holds the blocks of several."""
+        rows: NativeTails | None = None
         for unit, codec in segment.units.items():
             if not any(sizes[layer] for layer in unit):
                 continue
             pause()
-            layers = [read(layer) for layer in unit]
-            for kv in layers:
-                self._check(kv, segment.place.num_tokens)
-            for layer, block in zip(unit, codec.encode(layers), strict=True):
+            if codec.is_native and run.in_pool is not None and Device.of(run.in_pool[1]).runs_triton:
+                pool, slots = run.in_pool
+                rows = rows or NativeTails([NativeTail(codec, 0, run.num_tokens)], Device.of(slots))
+                blocks: Sequence[torch.Tensor] = [rows.gather(*pool.buffers(unit[0]), slots)]
+            else:
+                layers = [run.read(layer) for layer in unit]
+                for kv in layers:
+                    self._check(kv, segment.place.num_tokens)
+                blocks = codec.encode(layers)
+            for layer, block in zip(unit, blocks, strict=True):
                 yield layer, block[block.numel() - sizes[layer] :]
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> UnitDecoder:

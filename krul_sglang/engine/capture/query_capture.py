@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from krul_backend.attention.rows import Phase, QueryRows, ReadKeys, accumulate, sample_positions
@@ -63,26 +64,28 @@ class CapturePlan:
     def fit(cls, shape: QueryShape, *, max_requests: int, num_rows: int, max_bytes: int) -> CapturePlan:
         """Plan for as many requests as fit ``max_bytes``, with fewer rows each if too few would fit.
 
-        The rows of one more request are added: what is not recorded is written there, and never read.
+        The rows that one forward keeps are added: they are gathered before they go to their places.
 
         Raises:
             ConfigError: if ``max_bytes`` is too small for one request with the fewest rows.
         """
 
         def num_requests() -> int:
-            return min(max_requests, max_bytes // (num_rows * shape.row_bytes) - 1)
+            # See ``num_forward_rows``.
+            return min(max_requests, (max_bytes // shape.row_bytes - num_rows // 2) // (num_rows + 1))
 
         while num_rows // 2 >= _FEW_ROWS and num_requests() < min(_MANY_REQUESTS, max_requests):
             num_rows //= 2
         while num_rows // 2 >= _MIN_ROWS and num_requests() < 1:
             num_rows //= 2
-        request_bytes = num_rows * shape.row_bytes
         if num_requests() < 1:
+            least_bytes = (num_rows + 1 + num_rows // 2) * shape.row_bytes
             raise ConfigError(
                 f"query_memory = {format_bytes(max_bytes)} is too small: {num_rows} query rows of a request "
-                f"need {format_bytes(2 * request_bytes)}"
+                f"need {format_bytes(least_bytes)}"
             )
-        return cls(num_requests(), num_rows, (num_requests() + 1) * request_bytes)
+        num_bytes = (num_requests() * (num_rows + 1) + num_rows // 2) * shape.row_bytes
+        return cls(num_requests(), num_rows, num_bytes)
 
 
 class QueryCapture:
@@ -99,12 +102,12 @@ class QueryCapture:
     ::
 
         host, before a forward   tokens [W]   which of the forward's tokens are kept
-                                 targets [W]  the row that each of them is written to
-        each attention module    queries[layer][targets] = q[tokens]
-        host, after it           every target is set to the place that nobody reads
+                                 targets [W]  the row that each of them goes to
+        each attention module    staged[layer] = q[tokens]
+        host, after it           queries[:, targets] = staged, and every token is the first one
 
     A captured graph of ``n`` tokens copies the first ``min(n, W)`` entries: a forward never keeps more rows
-    than it has tokens, and the entries that it does not use write to the unread place.
+    than it has tokens, and the entries that it does not use go nowhere from ``staged``.
 
     In each forward ``begin_forward`` comes first, on the host. Then the modules run, in Python or as a
     replayed graph: in Python ``record`` is called in layer order; a replay repeats the device operations that
@@ -117,14 +120,14 @@ class QueryCapture:
     def __init__(self, shape: QueryShape, plan: CapturePlan, *, device: torch.device) -> None:
         self.shape = shape
         self.plan = plan
-        num_places = plan.num_requests + 1
-        rows = (shape.num_layers, num_places * plan.num_rows, shape.num_query_heads, shape.head_dim)
-        self._queries = torch.zeros(rows, dtype=shape.dtype, device=device)
+        num_rows, of_row = plan.num_requests * plan.num_rows, (shape.num_query_heads, shape.head_dim)
+        self._queries = torch.zeros(shape.num_layers, num_rows, *of_row, dtype=shape.dtype, device=device)
+        self._staged = self._queries.new_zeros(shape.num_layers, plan.num_forward_rows, *of_row)
         # How many tokens each row sees: its position + 1. Zero where nothing is recorded.
-        self._num_visible = torch.zeros(num_places * plan.num_rows, dtype=torch.int64, device=device)
-        self._unread_row = plan.num_requests * plan.num_rows
-        self._tokens = torch.zeros(plan.num_forward_rows, dtype=torch.int64, device=device)
-        self._targets = torch.full_like(self._tokens, self._unread_row)
+        self._num_visible = np.zeros(num_rows, np.int64)
+        self._tokens, self._targets = self._kept = torch.zeros(
+            2, plan.num_forward_rows, dtype=torch.int64, device=device
+        )
         self._device = Device.of(self._queries)
         self._places = RequestPlaces(plan.num_requests)
         self._decode_steps = 0
@@ -176,14 +179,17 @@ class QueryCapture:
         if turn is not None:
             turn.release()
 
-    def read(self, place: int) -> QueryRows:
-        """Copies of a place's rows, by position. Call it after the forwards that wrote them."""
+    def read(self, place: int, num_tokens: int | None = None) -> QueryRows:
+        """Copies of a place's rows, by position: those among the first ``num_tokens`` tokens, if given. Call
+        it after the forwards that wrote them. The positions are on the CPU."""
         rows = self._rows_of(place)
-        num_visible, order = self._num_visible[rows].sort()
-        order = order[num_visible > 0]
+        positions = self._num_visible[rows] - 1
+        order = np.argsort(positions)
+        most = positions.max() if num_tokens is None else num_tokens - 1
+        order = order[(positions[order] >= 0) & (positions[order] <= most)]
         return QueryRows(
-            queries=self._queries[:, rows][:, order],
-            positions=num_visible[num_visible > 0] - 1,
+            queries=self._queries[:, rows].index_select(1, self._device.from_host(torch.from_numpy(order))),
+            positions=torch.from_numpy(positions[order]),
             kv_heads=self.shape.kv_heads(),
             scaling=self.shape.scaling,
         )
@@ -208,16 +214,16 @@ class QueryCapture:
             self._is_captured = self._device.is_capturing()
         num_rows = min(len(self._tokens), len(q)) if self._is_captured else self._num_kept
         if num_rows:
-            kept = self.shape.split_heads(q).index_select(0, self._tokens[:num_rows])
-            self._queries[layer].index_copy_(0, self._targets[:num_rows], kept.to(self.shape.dtype))
+            heads = self.shape.split_heads(q).to(self.shape.dtype)
+            torch.index_select(heads, 0, self._tokens[:num_rows], out=self._staged[layer, :num_rows])
 
     def end_forward(self) -> None:
         """Called when the forward is queued on the device, or has failed. Recording pauses until the next."""
         if self._num_kept:
-            # A graph that is replayed without new buffers must not write into a request's place, and may have
-            # fewer tokens.
+            kept = slice(self._num_kept)
+            self._queries.index_copy_(1, self._targets[kept], self._staged[:, kept])
+            # A graph that is replayed without new tokens may have fewer.
             self._tokens.zero_()
-            self._targets.fill_(self._unread_row)
             self._num_kept = 0
 
     def _make_hook(self, layer: int) -> Any:
@@ -267,11 +273,10 @@ class QueryCapture:
 
     def _keep(self, chosen: Sequence[tuple[int, int, int]]) -> None:
         if chosen:
-            tokens, targets, num_visible = self._device.from_list(list(zip(*chosen, strict=True)))
+            tokens, targets, num_visible = zip(*chosen, strict=True)
             self._num_kept = len(chosen)
-            self._tokens[: self._num_kept].copy_(tokens)
-            self._targets[: self._num_kept].copy_(targets)
-            self._num_visible.index_copy_(0, targets, num_visible)
+            self._kept[:, : self._num_kept].copy_(self._device.from_list([tokens, targets]))
+            self._num_visible[list(targets)] = num_visible
 
     def _rows_of(self, place: int) -> slice:
         return slice(place * self.plan.num_rows, (place + 1) * self.plan.num_rows)
@@ -295,9 +300,7 @@ class CapturedRows(CapturedTurn):
         return None if rows is None else accumulate(rows, read_keys)
 
     def rows(self, num_tokens: int) -> QueryRows | None:
-        rows = self._capture.read(self._place)
-        inside = rows.positions < num_tokens
-        rows = QueryRows(rows.queries[:, inside], rows.positions[inside], rows.kv_heads, rows.scaling)
+        rows = self._capture.read(self._place, num_tokens)
         return rows if rows.num_rows else None
 
     def _give_place_back(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,11 +18,13 @@ import torch
 from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.subspace.vectors import BlockReads
+from krul_backend.codec.unit_restore import NativeTail, NativeTails
 from krul_backend.codec.units import UnitDecoder
 from krul_backend.errors import CodecError
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import MAX_FAST_COPY_SHARE, Lease, SegmentSlice
+from krul_backend.tiers.common.interface import MAX_FAST_COPY_SHARE, Block, Lease, SegmentSlice
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.save.segment_writer import OffloadCounters, SegmentWriter
@@ -314,7 +318,7 @@ class LaterEncoder:
         def is_wanted() -> bool:
             return bool(self._waiting) and self._waiting[0] is copy
 
-        run = TokenRun(_CopyReader(copy, self._codec, self._pool).read, start, end - start, copy.head_ends)
+        run = TokenRun(_CopyReader(copy, self._codec, self._pool), start, end - start, copy.head_ends)
         if not self._store.is_held(copy.lease) and copy.encoding.exact is not None:
             exact = copy.encoding.exact.encode(copy.index, run, pause)
             self.writer.write(copy.turn, copy.pages, exact, stream, is_fast_copy=True, is_wanted=is_wanted)
@@ -327,7 +331,7 @@ class LaterEncoder:
             self._counters.drop("no room")
 
 
-class _CopyReader:
+class _CopyReader(BlockReads):
     """Reads the layers of an exact copy, which may lie in several segments."""
 
     def __init__(self, copy: ExactCopy, codec: ModelCodecs, pool: DevicePool) -> None:
@@ -342,19 +346,48 @@ class _CopyReader:
             self._parts.append((source, decoder, rows))
         self._checked: set[int] = set()
 
-    def read(self, layer: int) -> LayerKV:
-        """The KV of a layer, ``[T, ...]`` on the pool's device; its bytes are checked the first time.
+    @cached_property
+    def rows(self) -> NativeTails:
+        tails = []
+        for _, decoder, rows in self._parts:
+            unit = decoder.native_units[0]
+            assert unit is not None, "an exact copy is native"
+            tails.append(NativeTail(unit, rows.start, rows.stop))
+        return NativeTails(tails, self._device)
+
+    def __call__(self, layer: int) -> LayerKV:
+        """The KV of a layer, ``[T, ...]`` on the pool's device.
 
         Raises:
             CodecError: the bytes in host memory are damaged.
         """
+        return self._decoded(layer, sys.maxsize, self._device.upload)
+
+    def first_tokens(self, layer: int, num_tokens: int) -> LayerKV:
+        return self._decoded(layer, num_tokens, lambda block: block)
+
+    def blocks(self, layer: int) -> list[Block]:
+        self._check(layer)
+        sizes = [tail.num_bytes for tail in self.rows.tails]
+        blocks = [source.blocks[layer] for source, _, _ in self._parts]
+        return [block[block.nbytes - size :] for block, size in zip(blocks, sizes, strict=True)]
+
+    def _decoded(self, layer: int, num_tokens: int, moved: Callable[[torch.Tensor], torch.Tensor]) -> LayerKV:
+        """The KV of a layer in the first tokens, where ``moved`` puts the blocks."""
+        self._check(layer)
         parts = []
         for source, decoder, rows in self._parts:
-            if layer not in self._checked and not source.is_right(layer):
-                raise CodecError(f"layer {layer} of an exact copy is damaged")
-            on_device = self._device.upload(torch.from_numpy(source.blocks[layer]))
-            parts.append(decoder.decode(layer, {layer: on_device}, rows.start, rows.stop))
-        self._checked.add(layer)
+            end = min(rows.stop, rows.start + num_tokens)
+            if rows.start < end:
+                block = moved(torch.from_numpy(source.blocks[layer]))
+                parts.append(decoder.decode(layer, {layer: block}, rows.start, end))
+                num_tokens -= end - rows.start
         if len(parts) == 1:
             return parts[0]
         return LayerKV(torch.cat([part.k for part in parts]), torch.cat([part.v for part in parts]))
+
+    def _check(self, layer: int) -> None:
+        for source, _, _ in self._parts:
+            if layer not in self._checked and not source.is_right(layer):
+                raise CodecError(f"layer {layer} of an exact copy is damaged")
+        self._checked.add(layer)

@@ -351,13 +351,14 @@ class TurnOffloader:
         """Store ``pages`` of a turn from the device; False if there is no room, or the turn is revoked."""
         turn, page_size = job.turn, job.turn.model.page_size
         start, end = pages.start * page_size, pages.stop * page_size
+        slots = turn.slots[start:end]
 
         def read(layer: int) -> LayerKV:
-            return self._pool.gather(layer, turn.slots[start:end])
+            return self._pool.gather(layer, slots)
 
         encoded = encoding.encode(
             index,
-            TokenRun(read, start, end - start, head_ends),
+            TokenRun(read, start, end - start, head_ends, (self._pool, slots)),
             lambda: self._gate.give_way(job.patience),
         )
         is_stored = self.writer.write(

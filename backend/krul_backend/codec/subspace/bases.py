@@ -20,6 +20,7 @@ import torch
 
 from krul_backend.atomic_file import replacing
 from krul_backend.codec.layout import LayerKV, LayerShape
+from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import LayerGroups
 
@@ -35,7 +36,7 @@ FORMAT_VERSION = 2
 LEAST_ATTENTION = 1e-8
 """Attention below this counts as this much, since its logarithm is taken."""
 
-_SHIFT_SUMS = 128
+SHIFT_SUMS = 128
 """The number of sums that a group's channels are added up in, to estimate what the errors that tokens have in
 common cost. In one group that estimate is off by a tenth or so."""
 
@@ -88,22 +89,22 @@ class GroupBasis:
         return self.decoder.square() @ self.shift_costs
 
     @cached_property
-    def _shift_weights(self) -> torch.Tensor:
+    def shift_weights(self) -> torch.Tensor:
         """``[D]``: the root of each channel's shift cost, with a random sign."""
         generator = torch.Generator().manual_seed(0)
         signs = torch.randint(2, self.shift_costs.shape, generator=generator).to(self.shift_costs) * 2 - 1
         return self.shift_costs.sqrt() * signs
 
     @cached_property
-    def _shift_places(self) -> torch.Tensor:
+    def shift_places(self) -> torch.Tensor:
         """``[D]``: the sum that each channel belongs to. Those that cost most are in different ones."""
-        return self.shift_costs.argsort(descending=True).argsort() % _SHIFT_SUMS
+        return self.shift_costs.argsort(descending=True).argsort() % SHIFT_SUMS
 
     def shift_sums(self, vectors: torch.Tensor) -> torch.Tensor:
         """Add up channels of ``vectors [n, D]`` with random signs, so that the squares of the sums ``[n,
         128]`` add up to about ``vectors^2 @ shift_costs``. Sums are many times faster to work with."""
-        sums = vectors.new_zeros(len(vectors), _SHIFT_SUMS)
-        return sums.index_add_(1, self._shift_places, vectors * self._shift_weights)
+        sums = vectors.new_zeros(len(vectors), SHIFT_SUMS)
+        return sums.index_add_(1, self.shift_places, vectors * self.shift_weights)
 
     def token_worth(self, attention: torch.Tensor) -> torch.Tensor:
         """Estimate what errors in each token's KV cost, relative to the average token: fp32 ``[T]``.
@@ -167,7 +168,13 @@ class ModelBases:
     def token_worth(self, attention: torch.Tensor) -> torch.Tensor:
         """``GroupBasis.token_worth`` of each group, ``attention [L, Hkv, T]``: fp32 ``[groups, T]``."""
         of_layers = _worth_of_heads(attention, *self._attention_lines).sum(1)
-        return torch.stack([of_layers[group.first_layer : group.end_layer].sum(0) for group in self.groups])
+        worth = of_layers.new_zeros(len(self.groups), of_layers.shape[1])
+        return worth.index_add_(0, self._group_of_layers, of_layers)
+
+    @cached_property
+    def _group_of_layers(self) -> torch.Tensor:
+        numbers = [number for number, group in enumerate(self.groups) for _ in group.layers]
+        return Device.of(self.groups[0].mean).from_list(numbers)
 
     @property
     def layer_groups(self) -> LayerGroups:

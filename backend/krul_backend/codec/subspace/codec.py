@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import pi, prod, sqrt
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from krul_backend.codec.coefficients.coders import RansCoder
 from krul_backend.codec.coefficients.scales import (
     RECORD_TOKENS,
+    Integers,
+    Values,
     base_scales,
     best_offsets,
     num_bands,
@@ -20,7 +23,7 @@ from krul_backend.codec.coefficients.scales import (
 )
 from krul_backend.codec.layout import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable, check_positions
-from krul_backend.codec.subspace.bases import ModelBases, split_vectors
+from krul_backend.codec.subspace.bases import SHIFT_SUMS, ModelBases, split_vectors
 from krul_backend.codec.subspace.coded_tail import (
     CHUNK_TOKENS,
     GroupTransform,
@@ -29,10 +32,17 @@ from krul_backend.codec.subspace.coded_tail import (
     tensors_of,
 )
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
+from krul_backend.codec.subspace.encoders import GroupEncoders, multiply
 from krul_backend.codec.subspace.parameters import GroupParameters, SubspaceParameters
 from krul_backend.codec.subspace.quantizer import RoundedTokens, step_shifts, token_steps
-from krul_backend.codec.subspace.sample import ErrorCosts, GroupSample, SegmentSample, scatter_signs
-from krul_backend.codec.subspace.vectors import TokenRows, put_vectors
+from krul_backend.codec.subspace.sample import (
+    ChosenStep,
+    ErrorCosts,
+    GroupSample,
+    SegmentSample,
+    scatter_signs,
+)
+from krul_backend.codec.subspace.vectors import BlockReads, TokenRows
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 
@@ -43,9 +53,8 @@ MOST_OUTSIDE = 0.9
 """The largest share of a limit that KV outside of the bases may cost. With less left for rounding, levels
 would become too large to be coded: such a segment is better stored in another way."""
 
-_EXACT_COEFFICIENTS = 64
-"""The first coefficients, which are the largest, are always computed in fp32. In bf16 their errors would come
-near to the step."""
+_MOST_AWAITED_BYTES = 64 << 20
+"""Coefficients that are on their way from a GPU before the host waits for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,15 +102,13 @@ class SubspaceCodec:
         self._rotary = rotary
         self._coder = RansCoder()
         self._num_first_tokens = num_first_tokens
-        device = Device.of(bases.groups[0].mean)
+        device = self._device = Device.of(bases.groups[0].mean)
         is_fast = device.multiplies_bf16_fast
         keeps_no_more = bases.shape.dtype is torch.bfloat16 or bases.shape.dtype.itemsize == 1
         encoding = torch.bfloat16 if is_fast and keeps_no_more else torch.float32
-        # The columns after the exact ones.
-        self._encoders = tuple(basis.encoder[:, _EXACT_COEFFICIENTS:].to(encoding) for basis in bases.groups)
-        self._outside = tuple(basis.outside.to(encoding) for basis in bases.groups)
-        self._costs = tuple(map(ErrorCosts.of, bases.groups))
         self._memory = KeptMemory()
+        self._encoders = GroupEncoders.of(bases, rotary, self._memory, encoding)
+        self._costs = tuple(map(ErrorCosts.of, bases.groups))
         decoding = torch.bfloat16 if is_fast else torch.float32
         self._transforms = tuple(
             GroupTransform(
@@ -152,19 +159,15 @@ class SubspaceCodec:
             raise CodecError(f"a sample of {sample.segment} is not one of {segment}, or is of other bases")
         best = sample.choose_step(max_damage)
         groups, blocks, all_rounded, of_others = [], [], [], []
-        chunks = [] if sample.has_all else self._chunks(sample)
-        for group, rounded in enumerate(best.rounded):
-            before_group()
-            if chunks:
-                rounded, found = self._rounded(group, read, sample, best.step, chunks)
-                of_others.append(found)
+        for group, (rounded, of_rest) in enumerate(self._rounded(read, sample, best, before_group)):
             parameters, block = self._encode_group(group, rounded, sample, best.step)
             groups.append(parameters)
             blocks.append(block)
             all_rounded.append(rounded.without_levels())
+            of_others.append(of_rest)
         damage, shift = best.damage, best.shift_damage
-        if of_others:
-            damage, shift = sample.damage(all_rounded, torch.stack(of_others).cpu().numpy())
+        if not sample.has_all:
+            damage, shift = sample.damage(all_rounded, np.stack(of_others))
         of_segment = SubspaceParameters(
             self.bases.digest,
             segment.num_first_tokens,
@@ -197,44 +200,49 @@ class SubspaceCodec:
         segment, groups = self._segment(start_token, num_tokens), self.bases.groups
         num_sampled = min(num_tokens, _SAMPLE_TOKENS)
         index = torch.arange(num_sampled) * num_tokens // num_sampled
-        rows = TokenRows.of(index, start_token, self._rotary)
-        device = groups[0].mean.device
+        rows, most = TokenRows(index, start_token, self._rotary), max(basis.rank for basis in groups)
         # What the host is to have lies side by side: it waits for the device once.
-        shapes = [(len(groups), num_tokens), (len(groups), num_sampled)]
-        shapes += [(num_sampled, basis.rank) for basis in groups]
-        shapes += [(2, costs.shift.shape[1]) for costs in self._costs]
-        found = torch.empty(sum(map(prod, shapes)), device=device)
-        worth, lost, *parts = _views(found, shapes)
+        shapes = [(num_tokens,), (num_sampled,), (num_sampled, most), (2, SHIFT_SUMS)]
+        sizes = [len(groups) * prod(shape) for shape in shapes]
+        found = torch.empty(sum(sizes), device=groups[0].mean.device)
+
+        def views(flat: torch.Tensor) -> list[torch.Tensor]:
+            parts = torch.split(flat, sizes)
+            return [part.view(len(groups), *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+        worth, lost, coefficients, sums = views(found)
         self._put_worth(worth, attention, segment)
-        signs = torch.stack([torch.ones(num_sampled), scatter_signs(num_sampled)]).to(device)
-        first_tokens = []
-        for group, basis in enumerate(groups):
-            layers = [read(layer) for layer in basis.layers]
-            first_tokens += [
-                part[: segment.num_first_tokens].flatten() for kv in layers for part in tensors_of(kv)
-            ]
-            vectors = self._vectors(group, layers, rows, segment)
-            lowered = self._put_coefficients(group, vectors, parts[group])
-            lost[group] = self._lost_outside(group, lowered)
-            parts[len(groups) + group].copy_(basis.shift_sums(signs @ vectors))
-        worth, lost, *parts = _views(found.cpu(), shapes)
+        signs = self._device.from_host(torch.stack([torch.ones(num_sampled), scatter_signs(num_sampled)]))
+        first_tokens: list[torch.Tensor] = []
+        for encoders in self._at_once(num_sampled, num_tokens):
+            source = encoders.read(read)
+            first_tokens += _first_tokens([kv for of_group in source.layers for kv in of_group], segment)
+            vectors, lowered = encoders.vectors(source, rows, segment.num_first_tokens)
+            encoders.put_coefficients(vectors, lowered, coefficients[encoders.groups, :, : encoders.rank])
+            lost[encoders.groups] = encoders.lost_outside(lowered)
+            signed = multiply(signs.expand(len(vectors), -1, -1), vectors)
+            sums[encoders.groups] = encoders.shift_sums(signed)
+        if isinstance(read, BlockReads) and not first_tokens:
+            num_first = max(1, segment.num_first_tokens)
+            layers = [read.first_tokens(layer, num_first) for layer in range(self.bases.num_layers)]
+            first_tokens = _first_tokens(layers, segment)
+        raw = torch.cat(first_tokens).view(torch.uint8)
+        worth, lost, coefficients, sums = views(found.cpu())
         worths, shifts, picked = worth.numpy(), step_shifts(worth).numpy(), index.numpy()
         samples = [
             GroupSample(
-                coefficients.numpy(),
+                np.ascontiguousarray(coefficients[group, :, : basis.rank].numpy()),
                 worths[group, picked],
                 shifts[group, picked],
                 lost[group].numpy(),
-                vector_sums.numpy(),
+                sums[group].numpy(),
                 self._costs[group],
             )
-            for group, (coefficients, vector_sums) in enumerate(
-                zip(parts[: len(groups)], parts[len(groups) :], strict=True)
-            )
+            for group, basis in enumerate(groups)
         ]
-        raw = torch.cat(first_tokens).view(torch.uint8).cpu()
-        sizes = [len(raw) * len(basis.layers) // self.bases.num_layers for basis in groups]
-        return SegmentSample(self.bases, segment, picked, worths, shifts, samples, torch.split(raw, sizes))
+        ends = [len(raw) * len(basis.layers) // self.bases.num_layers for basis in groups]
+        stored = torch.split(raw.cpu(), ends)
+        return SegmentSample(self.bases, segment, picked, worths, shifts, samples, stored)
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
         """A decoder for blocks that were encoded with these parameters at this place.
@@ -283,31 +291,71 @@ class SubspaceCodec:
             worth.copy_(self.bases.token_worth(attention.to(worth.device).float()))
         worth[:, : segment.num_first_tokens] = 0
 
-    def _chunks(self, sample: SegmentSample) -> list[TokenRows]:
-        """The tokens that are not in the sample."""
-        chunks = torch.split(torch.from_numpy(sample.others), CHUNK_TOKENS)
-        return [TokenRows.of(index, sample.segment.start_token, self._rotary) for index in chunks]
-
     def _rounded(
-        self, group: int, read: ReadLayer, sample: SegmentSample, step: float, others: Sequence[TokenRows]
-    ) -> tuple[RoundedTokens, torch.Tensor]:
-        """All tokens of a segment in one group; and of ``others``, those that are not in the sample, what
-        ``SegmentSample.damage`` wants, on the bases' device."""
-        basis, of_sample = self.bases.groups[group], sample.groups[group]
-        layers = [read(layer) for layer in basis.layers]
-        rounded = RoundedTokens.none(sample.segment.num_tokens, of_sample.num_kept(step))
-        worth, steps = sample.worth[group], token_steps(step, sample.shifts[group])
-        rounded.add(sample.rows, of_sample.coefficients, steps[sample.rows], worth[sample.rows])
-        vector_sum, lost = torch.zeros_like(basis.mean), []
-        for rows in others:
-            vectors, index = self._vectors(group, layers, rows, sample.segment), rows.index.numpy()
-            size = (len(index), rounded.levels.shape[1])
+        self, read: ReadLayer, sample: SegmentSample, best: ChosenStep, pause: Callable[[], None]
+    ) -> Iterator[tuple[RoundedTokens, Values]]:
+        """All tokens of a segment, group after group; and of those that are not in the sample, what
+        ``SegmentSample.damage`` wants."""
+        if sample.has_all:
+            for rounded in best.rounded:
+                pause()
+                yield rounded, np.empty(0, np.float32)
+            return
+        chunks = [
+            TokenRows(index, sample.segment.start_token, self._rotary)
+            for index in torch.split(torch.from_numpy(sample.others), CHUNK_TOKENS)
+        ]
+        begun: list[_Rounding] = []
+        for encoders in self._at_once(len(chunks[0].index), sample.segment.num_tokens):
+            pause()
+            begun += self._begin_rounding(encoders, read, sample, best.step, chunks)
+            if self._device.shares_cores or sum(each.num_bytes for each in begun) > _MOST_AWAITED_BYTES:
+                yield from self._finished(begun, pause)
+                begun = []
+        yield from self._finished(begun, pause)
+
+    def _at_once(self, num_rows: int, num_tokens: int) -> Iterator[GroupEncoders]:
+        return chain.from_iterable(each.at_once(num_rows, num_tokens) for each in self._encoders)
+
+    def _finished(
+        self, begun: Sequence[_Rounding], pause: Callable[[], None]
+    ) -> Iterator[tuple[RoundedTokens, Values]]:
+        """Wait for the coefficients of these groups, and round them."""
+        self._device.synchronize(self._device.current_stream())
+        for each in begun:
+            if each is not begun[0]:
+                pause()
+            each.round()
+            yield each.rounded, each.of_rest.numpy()
+
+    def _begin_rounding(
+        self,
+        encoders: GroupEncoders,
+        read: ReadLayer,
+        sample: SegmentSample,
+        step: float,
+        chunks: Sequence[TokenRows],
+    ) -> list[_Rounding]:
+        """Round the sampled tokens of some groups, and let the others come to the host: on a CPU they are
+        there, and rounded at once."""
+        begun = [_Rounding(sample, group, step) for group in range(len(self.bases.groups))[encoders.groups]]
+        num_kept = max(each.rounded.levels.shape[1] for each in begun)
+        source, found, vector_sums = encoders.read(read), list[torch.Tensor](), list[torch.Tensor]()
+        for rows in chunks:
+            vectors, lowered = encoders.vectors(source, rows, sample.segment.num_first_tokens)
+            size = (len(begun), len(rows.index), num_kept)
             coefficients = self._memory.tensor("coefficients", size, torch.float32, vectors.device)
-            lowered = self._put_coefficients(group, vectors, coefficients)
-            vector_sum += vectors.sum(0)
-            lost.append(self._lost_outside(group, lowered))
-            rounded.add(index, coefficients.cpu().numpy(), steps[index], worth[index])
-        return rounded, torch.cat([*lost, basis.shift_sums(vector_sum[None])[0]])
+            encoders.put_coefficients(vectors, lowered, coefficients)
+            vector_sums.append(vectors.sum(1, keepdim=True))
+            found.append(encoders.lost_outside(lowered))
+            for each, of_group in zip(begun, self._device.to_host(coefficients), strict=True):
+                each.awaited.append((rows.index.numpy(), of_group))
+                if self._device.shares_cores:
+                    each.round()
+        found.append(encoders.shift_sums(sum(vector_sums[1:], vector_sums[0]))[:, 0])
+        for each, of_group in zip(begun, self._device.to_host(torch.cat(found, dim=1)), strict=True):
+            each.of_rest = of_group
+        return begun
 
     def _encode_group(
         self, group: int, rounded: RoundedTokens, sample: SegmentSample, step: float
@@ -328,36 +376,37 @@ class SubspaceCodec:
         all_offsets[: len(offsets)] = offsets
         return GroupParameters(all_offsets, encoded.record_num_bytes), block
 
-    def _vectors(
-        self, group: int, layers: Sequence[LayerKV], rows: TokenRows, segment: SegmentTokens
-    ) -> torch.Tensor:
-        """The vectors of these tokens of the segment, in order, less the basis' mean: fp32 ``[n, D]``, in
-        memory that the next ones are written to. They are 0 for the first tokens, of which nothing is lost.
-        ``layers``: those of the group."""
-        mean = self.bases.groups[group].mean
-        vectors = self._memory.tensor("vectors", (len(rows.index), len(mean)), torch.float32, mean.device)
-        put_vectors(layers, rows, mean, vectors)
-        vectors[: int((rows.index < segment.num_first_tokens).sum())] = 0
-        return vectors
 
-    def _put_coefficients(self, group: int, vectors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write the first coefficients of ``vectors [T, D]`` to ``out`` fp32 ``[T, any]``. Return the vectors
-        in the type that most are multiplied in."""
-        basis, encoder, num_kept = self.bases.groups[group], self._encoders[group], out.shape[1]
-        if encoder.dtype is torch.float32:
-            torch.mm(vectors, basis.encoder[:, :num_kept], out=out)
-            return vectors
-        num_exact, lowered = min(num_kept, _EXACT_COEFFICIENTS), vectors.to(encoder.dtype)
-        torch.mm(vectors, basis.encoder[:, :num_exact], out=out[:, :num_exact])
-        out[:, num_exact:] = lowered @ encoder[:, : num_kept - num_exact]
-        return lowered
+class _Rounding:
+    """The tokens of a segment in one group while they come to the host.
 
-    def _lost_outside(self, group: int, lowered: torch.Tensor) -> torch.Tensor:
-        """The squares of what vectors ``[T, D]``, less the mean, lose outside of the basis: fp32 ``[T]``."""
-        return (lowered @ self._outside[group]).float().square_().sum(1)
+    ``awaited``: tokens, and their coefficients on the host, as soon as the stream has copied them.
+    ``of_rest``: what ``SegmentSample.damage`` wants of the tokens that are not in the sample.
+    """
+
+    of_rest: torch.Tensor
+
+    def __init__(self, sample: SegmentSample, group: int, step: float) -> None:
+        of_sample = sample.groups[group]
+        self.rounded = RoundedTokens.none(sample.segment.num_tokens, of_sample.num_kept(step))
+        self.awaited: list[tuple[Integers, torch.Tensor]] = []
+        self._worth, self._steps = sample.worth[group], token_steps(step, sample.shifts[group])
+        self._add(sample.rows, of_sample.coefficients)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(coefficients.nbytes for _, coefficients in self.awaited)
+
+    def round(self) -> None:
+        """Round what has come."""
+        for index, coefficients in self.awaited:
+            self._add(index, coefficients.numpy())
+        self.awaited.clear()
+
+    def _add(self, index: Integers, coefficients: Values) -> None:
+        self.rounded.add(index, coefficients, self._steps[index], self._worth[index])
 
 
-def _views(flat: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Matrices of these shapes, one after the other in ``flat``."""
-    parts = torch.split(flat, [prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+def _first_tokens(layers: Sequence[LayerKV], segment: SegmentTokens) -> list[torch.Tensor]:
+    """Copies of what is stored of a segment's first tokens, flat: keys and values of each layer."""
+    return [part[: segment.num_first_tokens].flatten().clone() for kv in layers for part in tensors_of(kv)]

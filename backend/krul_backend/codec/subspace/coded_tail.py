@@ -17,6 +17,7 @@ from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, split_vectors
 from krul_backend.codec.subspace.quantizer import SHRINK
+from krul_backend.device import Device
 
 _CPU = torch.device("cpu")
 
@@ -43,7 +44,9 @@ class KeptMemory(threading.local):
     def tensor(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU
     ) -> torch.Tensor:
-        """A tensor with undefined values, in the memory of the last one with this name."""
+        """A tensor with undefined values, in the memory of the last one with this name if that is a CPU's."""
+        if not Device(device).shares_cores:
+            return torch.empty(*shape, dtype=dtype, device=device)
         size = math.prod(shape)
         kept = self._kept.get(name)
         if kept is None or len(kept) < size or (kept.dtype, kept.device) != (dtype, device):

@@ -20,6 +20,7 @@ from krul_backend.codec.interface import (
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.coded_tail import CodedTail, decode_tails
 from krul_backend.device import Device
+from krul_backend.errors import CodecError
 
 if TYPE_CHECKING:
     from krul_backend.codec.subspace.decoder import SubspaceDecoder
@@ -44,8 +45,10 @@ class GroupRestore:
     """Tails of one group of layers, those of several segments of a model, on their way to the pool.
 
     ``begin_group`` makes it, and ``write`` ends it; on a GPU both on the same stream. On the host tails are
-    decoded when they are written.
+    decoded when they are written. ``damaged``: of each record, on a GPU; see ``check_written``.
     """
+
+    damaged: torch.Tensor | None = None
 
     def __init__(self, targets: Sequence[GroupTarget]) -> None:
         """Raises CodecError if slots and tokens of a tail differ in number."""
@@ -59,19 +62,11 @@ class GroupRestore:
 
         Raises:
             CodecError: buffers are not of the codec's shape and dtype, or a block is damaged. Damage that a
-                GPU finds is raised by ``check``.
+                GPU finds is raised by ``check_written``.
         """
         for k_buffer, v_buffer in buffers:
             check_buffers(self.targets[0].tail.transform.shape, k_buffer, v_buffer)
         self._write(buffers)
-
-    def check(self) -> None:
-        """Wait until the tails are written, if that is only queued, and see whether it worked. On the host,
-        damage is an error when they are written.
-
-        Raises:
-            CodecError: a block is damaged. What was written is undefined.
-        """
 
     def _write(self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         slots = torch.cat([target.slots for target in self.targets])
@@ -81,6 +76,19 @@ class GroupRestore:
                     of_chunk = slice(part.start - rows.start, part.stop - rows.start)
                     k_buffer.index_copy_(0, slots[part], kv.k[of_chunk].to(k_buffer.dtype))
                     v_buffer.index_copy_(0, slots[part], kv.v[of_chunk].to(v_buffer.dtype))
+
+
+def check_written(begun: Sequence[GroupRestore]) -> None:
+    """Wait until all these are written, if that is only queued, and see whether it worked: the calling thread
+    waits once. On the host, damage is an error when they are written.
+
+    Raises:
+        CodecError: a block is damaged. What was written is undefined.
+    """
+    of_groups = [group.damaged for group in begun if group.damaged is not None]
+    damaged = torch.cat(of_groups).nonzero() if of_groups else torch.empty(0)
+    if len(damaged):
+        raise CodecError(f"{len(damaged)} of the records of {len(begun)} groups are damaged")
 
 
 def begin_group(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
@@ -153,8 +161,7 @@ class SubspaceRestorer(Restorer["SubspaceDecoder"]):
         return bool(self._begun)
 
     def check(self) -> None:
-        for begun in self._begun:
-            begun.check()
+        check_written(self._begun)
 
     def begin(self, layer: int, readers: Sequence[TailReader[SubspaceDecoder]]) -> GroupRestore | None:
         """Begin to restore the group of a layer; None if an earlier layer has brought it."""

@@ -260,8 +260,8 @@ def _restore_channels(
     tl.store(out, x, mask=is_token[:, None] & is_column[None, :])
 
 
-# A layer's begin at any tail.
-@triton.jit(do_not_specialize_on_alignment=["first_tokens"])
+# A layer's begin at any tail, slots at any token.
+@triton.jit(do_not_specialize_on_alignment=["first_tokens", "slots"])
 def restore_group_layer(
     exact, rest, tails, parts, first_tokens, places, exact_decoder, decoder, vector_size, k_at, v_at, mean,
     block, cos_table, sin_table, angle_stride,

@@ -23,7 +23,6 @@ from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget
 from krul_backend.codec.subspace.triton_group_kernels import decode_rans, restore_group_layer
 from krul_backend.device import Device
-from krul_backend.errors import CodecError
 
 _PAIR_TILE = 64
 """Channel pairs of a program, unless a head has more."""
@@ -76,18 +75,9 @@ class TritonGroupRestore(GroupRestore):
         super().__init__(targets)
         with device.as_current():
             self.on_device: TailsOnDevice | None = TailsOnDevice(targets, device)
-            self._damaged = self.on_device.damaged
+            self.damaged = self.on_device.damaged
             grid, arguments = decode_launch(self.on_device)
             decode_rans[grid](**arguments)
-
-    def check(self) -> None:
-        damaged = self._damaged.nonzero()
-        if len(damaged):
-            record = int(damaged[0])
-            num_records = [_num_records(target.tail) for target in self.targets]
-            number = int(np.searchsorted(np.cumsum(num_records), record, side="right"))
-            record += self.targets[number].tail.first_record - sum(num_records[:number])
-            raise CodecError(f"record {record} of a group is damaged")
 
     def _write(self, buffers: Sequence[Buffers]) -> None:
         """Write each layer, once, since what was decoded is freed then."""
@@ -134,7 +124,7 @@ class TailsOnDevice:
             device,
         )
         self.records, self.tails, self.parts, self.first_tokens, self.scales, self.places = uploaded
-        self.slots = torch.cat([target.slots for target in targets])
+        self.slots = targets[0].slots if len(targets) == 1 else torch.cat([each.slots for each in targets])
         last = of_records[-1]
         num_exact = last["exact_at"] + last["num_exact"]
         num_rest = last["rest_at"] + last["num_coded"] - last["num_exact"]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from krul_backend.codec.coefficients.scales import Integers, Values
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
+from krul_backend.codec.unit_restore import NativeTails
 from krul_backend.device import Device
 from krul_backend.machine_code import compiled, elements, number_of
 
@@ -20,18 +24,41 @@ from krul_backend.machine_code import compiled, elements, number_of
 class TokenRows:
     """Some tokens of a segment whose vectors are made.
 
-    ``index`` int64 ``[n]`` on the CPU: counted from the segment's first token. ``angles``: cosine and sine
-    ``[n, rotary_dim / 2]`` of the turns that take the embedding off their keys; None for a model without it.
+    ``index`` int64 ``[n]`` on the CPU: counted from the segment's first token, which is at position
+    ``start_token``. ``rotary``: None for a model without it.
     """
 
     index: torch.Tensor
+    start_token: int
     rotary: RotaryTable | None
-    angles: tuple[torch.Tensor, torch.Tensor] | None
 
-    @classmethod
-    def of(cls, index: torch.Tensor, start_token: int, rotary: RotaryTable | None) -> TokenRows:
-        """The tokens of a segment that begins at position ``start_token``."""
-        return cls(index, rotary, None if rotary is None else rotary.inverse(index + start_token))
+    @cached_property
+    def angles(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosine and sine ``[n, rotary_dim / 2]`` of the turns that take the embedding off their keys."""
+        return None if self.rotary is None else self.rotary.inverse(self.index + self.start_token)
+
+
+class BlockReads(ABC):
+    """Reads layers of a segment that lies in host memory in native blocks; called, it is a ``ReadLayer``.
+
+    ``rows``: where the tokens lie in a layer's bytes on the device, which are those of ``blocks`` back to
+    back.
+    """
+
+    @property
+    @abstractmethod
+    def rows(self) -> NativeTails: ...
+
+    @abstractmethod
+    def __call__(self, layer: int) -> LayerKV: ...
+
+    @abstractmethod
+    def blocks(self, layer: int) -> list[NDArray[np.uint8]]:
+        """The bytes of a layer, checked, in page-locked memory."""
+
+    @abstractmethod
+    def first_tokens(self, layer: int, num_tokens: int) -> LayerKV:
+        """The KV of the first tokens, on the CPU."""
 
 
 def put_vectors(layers: Sequence[LayerKV], rows: TokenRows, mean: torch.Tensor, out: torch.Tensor) -> None:
