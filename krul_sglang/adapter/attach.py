@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.restore import can_fuse_groups
 from krul_backend.device import Device
 from krul_backend.memory import format_bytes
 from krul_backend.planner.calibration import OnlineCosts, load_costs, save_costs
@@ -30,6 +31,7 @@ from krul_sglang.engine.budget.served_bases import show
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape
 from krul_sglang.engine.common.asking import LatestAnswer
+from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode, RestorePath
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
@@ -167,6 +169,7 @@ def attach_restore(
                 lambda: store.report_damage(segment_id, reason), is_urgent=False
             ),
             runtime.rotary,
+            _kernels(config, pool, heads),
         )
     )
     runtime.restore_forward = forward
@@ -182,6 +185,17 @@ def attach_restore(
     if runtime.model.identity.tp_rank == 0:
         _log(mode, costs)
     return make_ready
+
+
+def _kernels(config: KrulConfig, pool: DevicePool, heads: HeadRecompute | None) -> dict[str, str]:
+    """Whose kernels recompute heads, decode groups in bases, and write decoded rows to their slots."""
+    decoding = "triton" if can_fuse_groups(pool.shape, pool.streams) else "torch"
+    return {
+        "heads": "none" if heads is None else heads.kernel,
+        "coder": decoding,
+        # What is stored as it is needs no decoding, and torch writes it.
+        "scatter": "torch" if config.is_lossless else decoding,
+    }
 
 
 def _proven_heads(runtime: KrulRuntime) -> tuple[HeadRecompute | None, HeadProof | None, RestoreMode]:
