@@ -97,7 +97,7 @@ def gather(config: KrulConfig, server_port: int) -> Facts:
         gpu_nodes=gpu_nodes(Path("/sys/bus/pci/devices")),
         host_memory=host_memory,
         host_memory_error=host_memory_error,
-        available_bytes=_available_bytes(),
+        available_bytes=available_bytes(),
         shared_bytes=shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0,
         disk=measure_disk(Path(config.ssd_dir).expanduser()) if config.ssd_dir else None,
         ssd_capacity=config.ssd_capacity,
@@ -228,7 +228,7 @@ def _lock_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that programs can still take, never more than the limit of this machine or cgroup."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     limit = memory_limit_bytes()
