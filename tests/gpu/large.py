@@ -16,8 +16,11 @@ from typing import Any
 
 import httpx
 
+from benchmarks.simulate.hardware import PCIE5, Model
+from benchmarks.simulate.timeline import count_steps, predict
+from benchmarks.tables import RESULTS
 from benchmarks.tiers.timing import percentile
-from krul_sglang.cli.selftest import SelftestConfig, run_selftest
+from krul_sglang.cli.selftest import ProbeAnswer, SelftestConfig, run_selftest
 from krul_sglang.demo.server import ServerProcess, wait_for_saves
 from krul_sglang.json_file import quantiles
 from krul_sglang.traced_restore import RESTORES, TracedRestore
@@ -28,6 +31,7 @@ from tests.support.tiny_model import build_tiny_model
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 """Of the model that is made, as Llama-3-8B has them; it is less wide."""
+_WIDTH = 2048
 _BELIEVED = (0.5, 2.0)
 """A restore may take so much less or more than the planner believes."""
 
@@ -59,8 +63,9 @@ def large_model(setting: Setting) -> Path:
         return Path(setting.model)
     path = setting.folder / "model"
     if not (path / "made").exists():
-        shape = {"hidden_size": 2048, "num_heads": 16, "num_layers": NUM_LAYERS, "init_std": 0.02}
-        shape |= {"num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM, "max_positions": 65_536}
+        shape = {"hidden_size": _WIDTH, "num_layers": NUM_LAYERS, "num_heads": _WIDTH // HEAD_DIM}
+        shape |= {"num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
+        shape |= {"max_positions": 65_536, "init_std": 0.02}
         build_tiny_model(path, dtype="bfloat16", **({} if setting.is_dry else shape))
         (path / "made").touch()
     return path
@@ -86,8 +91,11 @@ def _long_prompt(setting: Setting, planner: str) -> dict[str, Any]:
         assert result.passed, result.verdict
         restores = _restores(server)
         assert_nothing_left_behind(server)
+        predicted = None if setting.model is not None else _predicted(result.again)
+        print(f"{planner}: predicted {predicted}, seen {restores[-1].end_s} s", flush=True)
         return {
             "verdict": result.verdict,
+            "predicted_s": predicted,
             "prompt_tokens": result.again.prompt_tokens,
             "computed_s": result.cold.latency_s,
             "restored_s": result.again.latency_s,
@@ -96,6 +104,15 @@ def _long_prompt(setting: Setting, planner: str) -> dict[str, Any]:
             "restore": settled_stats(server)["restore"],
             **server_facts(server),
         }
+
+
+def _predicted(again: ProbeAnswer) -> dict[str, float]:
+    """What ``benchmarks.simulate`` computes for an H100 and the model that is made here."""
+    counted = json.loads((RESULTS / "launches.json").read_text())["rows"]
+    model = Model("made here", NUM_LAYERS, _WIDTH, 2 * _WIDTH, _WIDTH // HEAD_DIM, NUM_KV_HEADS, HEAD_DIM)
+    new_tokens = again.prompt_tokens - again.host_tokens
+    # It has as many layers and KV heads as the model whose launches were counted.
+    return predict(model, PCIE5, count_steps(counted, "Llama-3-8B"), again.host_tokens, new_tokens)
 
 
 def turns_are_kept_in_bases(setting: Setting) -> dict[str, Any]:

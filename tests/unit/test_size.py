@@ -27,8 +27,8 @@ LIMITS = {
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         14_800,
     ),
-    "benchmarks": (("benchmarks",), 9_400),
-    "tests": (("tests",), 53_400),
+    "benchmarks": (("benchmarks",), 9_520),
+    "tests": (("tests",), 53_900),
     "tests/support": (("tests/support",), 5_400),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
