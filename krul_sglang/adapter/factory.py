@@ -14,7 +14,7 @@ from krul_sglang.adapter.hook_targets import (
     IncompatibleEngineError,
     verify_engine,
 )
-from krul_sglang.adapter.platforms.nvidia import provide_toolkit, refuse_cpu_beside_gpu
+from krul_sglang.adapter.platforms.nvidia import provide_toolkit
 from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.adapter.unsupported import (
     SMALL_PAGES,
@@ -47,7 +47,6 @@ def select_linker(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         return
     runtime = KrulRuntime(KrulConfig.load(memory.unified_cache_external_linker_config))
     # A server that is started through Python has not passed ``check_launch``.
-    refuse_cpu_beside_gpu(get_context().server_args.device)
     provide_toolkit(Path(runtime.config.cache_dir).expanduser())
     runtime.attach_to(scheduler)
     get_context().override(

@@ -48,8 +48,8 @@ def _driver(facts: Facts) -> Outcome:
     if not gpu.devices:
         return "ok", "no NVIDIA GPU, no driver needed"
     built = "without CUDA" if gpu.torch_cuda is None else f"for CUDA {gpu.torch_cuda[0]}.{gpu.torch_cuda[1]}"
-    runs = "none" if gpu.driver_cuda is None else f"CUDA {gpu.driver_cuda[0]}.{gpu.driver_cuda[1]}"
-    found = f"driver {gpu.driver or 'unknown'} runs {runs}; torch {gpu.torch} was built {built}"
+    runs = "" if gpu.driver_cuda is None else f" runs CUDA {gpu.driver_cuda[0]}.{gpu.driver_cuda[1]}"
+    found = f"driver {gpu.driver or 'of unknown version'}{runs}; torch {gpu.torch} was built {built}"
     reason = gpu.why_unusable()
     return ("ok", found) if reason is None else ("problem", f"{found}: {reason.why}", reason.remedy)
 
@@ -92,6 +92,14 @@ def _nvcc(facts: Facts) -> Outcome:
         missing = " and ".join(facts.missing_tools)
         return "problem", f"{found}, but no {missing}", f"install {missing} (build-essential, ninja-build)"
     found += f", CUDA {compiler.version[0]}.{compiler.version[1]}"
+    if compiler.headers is not None and compiler.headers != compiler.version:
+        headers = f"{compiler.headers[0]}.{compiler.headers[1]}"
+        return (
+            "problem",
+            f"{found}, but headers of {headers}, which FlashInfer's sources refuse",
+            f"use nvcc of the headers' version: pip install 'nvidia-cuda-nvcc=={headers}.*' "
+            f"'nvidia-cuda-crt=={headers}.*' 'nvidia-nvvm=={headers}.*' for a wheel's",
+        )
     if torch_cuda is not None and compiler.version[0] != torch_cuda[0]:
         return "warning", f"{found}; torch is for CUDA {torch_cuda[0]}", f"use nvcc of CUDA {torch_cuda[0]}"
     return "ok", found

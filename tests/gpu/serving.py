@@ -41,6 +41,8 @@ _SHOWN_FLAGS = (
     "kv_cache_dtype",
 )
 """Of the server's resolved arguments, what says which kernels and graphs it ran with."""
+_ELEMENTS = {"bf16": "auto", "fp8": "fp8_e4m3"}
+"""SGLang's names for the elements of the pool; the bundled model's own are bf16."""
 
 
 def tests_of_the_gpu(setting: Setting) -> dict[str, Any]:
@@ -87,16 +89,16 @@ def unproven_heads_are_loaded(setting: Setting) -> dict[str, Any]:
     return result
 
 
-def _backend(setting: Setting, *, backend: str, kv_dtype: str, page_size: int) -> dict[str, Any]:
+def _backend(setting: Setting, *, backend: str, elements: str, page_size: int) -> dict[str, Any]:
     """The self-test with one attention backend, element type of the pool, and page size."""
     if setting.is_dry and backend != "triton":
         raise LeftOut("a CPU has one attention backend")
     if backend == "fa3" and not setting.is_dry and torch.cuda.get_device_capability(0)[0] not in (8, 9):
         raise LeftOut("FA3 has no kernels for this device")
-    args = ["--page-size", str(page_size), "--kv-cache-dtype", kv_dtype]
+    args = ["--page-size", str(page_size), "--kv-cache-dtype", _ELEMENTS[elements]]
     args += [] if setting.is_dry else ["--attention-backend", backend]
     # Heads of an fp8 pool may fall on the other side of a step, which changes answers a little.
-    planner = "random" if kv_dtype == "auto" else "full-load"
+    planner = "random" if elements == "bf16" else "full-load"
     return _selftest(setting, {"planner": planner}, args)
 
 
@@ -193,11 +195,8 @@ CHECKS: Stage = (
 
 BACKENDS: Stage = tuple(
     (
-        f"{backend}, {kv_dtype}, pages of {page_size}",
-        partial(_backend, backend=backend, kv_dtype=kv_dtype, page_size=page_size),
+        f"{backend}, {elements}, pages of {page_size}",
+        partial(_backend, backend=backend, elements=elements, page_size=page_size),
     )
-    for backend, kv_dtype, page_size in product(
-        ("fa3", "flashinfer", "triton"), ("auto", "fp8_e4m3"), (16, 64)
-    )
+    for backend, elements, page_size in product(("fa3", "flashinfer", "triton"), _ELEMENTS, (16, 64))
 )
-"""The bundled model's own elements are bf16."""

@@ -25,7 +25,7 @@ GPU = Nvidia(
     torch_cuda=(13, 0),
     num_usable=1,
 )
-TOOLKIT = Compiler(Path("/usr/local/cuda"), "PATH", (13, 0), True)
+TOOLKIT = Compiler(Path("/usr/local/cuda"), "PATH", (13, 0), (13, 0), True)
 FAST = DiskFacts("/kv", "ext4", 1 << 40, 6e9, 3e9)
 RIGHT = Facts(
     nvidia=GPU,
@@ -58,7 +58,16 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "broken nvcc": ("nvcc", "problem", {"compiler": replace(TOOLKIT, version=None)}, "correct or unset PATH"),
     "half a toolkit": ("nvcc", "problem", {"compiler": replace(TOOLKIT, links=False)}, "unset CUDA_HOME"),
     "no ninja": ("nvcc", "problem", {"missing_tools": ("ninja",)}, "install ninja"),
-    "other nvcc": ("nvcc", "warning", {"compiler": replace(TOOLKIT, version=(12, 8))}, "nvcc of CUDA 13"),
+    "other nvcc": (
+        *("nvcc", "warning"),
+        {"compiler": replace(TOOLKIT, version=(12, 8), headers=(12, 8))},
+        "nvcc of CUDA 13",
+    ),
+    "newer nvcc": (
+        *("nvcc", "problem"),
+        {"compiler": replace(TOOLKIT, version=(13, 5))},
+        "pip install 'nvidia-cuda-nvcc==13.0.*'",
+    ),
     "no FlashInfer": (
         *("FlashInfer", "warning"),
         {"flashinfer": "", "flashinfer_error": "ModuleNotFoundError"},

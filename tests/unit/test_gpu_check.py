@@ -71,6 +71,6 @@ def test_every_stage_has_checks_and_says_what_it_shows() -> None:
         names[stage] = [name for name, _ in checks]
         assert all(check.__doc__ for _, check in checks)
         assert len(set(names[stage])) == len(checks) > 0
-    assert names["backends"][0] == "fa3, auto, pages of 16"
+    assert names["backends"][0] == "fa3, bf16, pages of 16"
     assert len(names["backends"]) == 12
     assert list(STAGES)[-1] == LONG

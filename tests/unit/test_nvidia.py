@@ -80,6 +80,8 @@ def fake_nvcc(folder: Path, release: str = "13.0") -> Path:
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "nvcc").write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V1'\n")
     (folder / "bin" / "nvcc").chmod(0o755)
+    (folder / "include").mkdir()
+    (folder / "include" / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  13020\n")
     return folder
 
 
@@ -91,12 +93,13 @@ def test_the_compiler_is_the_one_that_flashinfer_would_take(
     home, on_path = fake_nvcc(tmp_path / "home", "12.8"), fake_nvcc(tmp_path / "path")
     path = {"PATH": str(on_path / "bin")}
     found = nvidia.find_compiler({**path, "CUDA_HOME": str(home)}, tmp_path)
-    assert found == nvidia.Compiler(home, "CUDA_HOME", (12, 8), False)
+    assert found == nvidia.Compiler(home, "CUDA_HOME", (12, 8), (13, 2), False)
     found = nvidia.find_compiler({"CUDA_HOME": str(tmp_path / "nothing")}, tmp_path)
     assert found is not None
-    assert found.version is None
-    assert nvidia.find_compiler(path, tmp_path) == nvidia.Compiler(on_path, "PATH", (13, 0), True)
-    assert nvidia.find_compiler({"PATH": ""}, tmp_path) == nvidia.Compiler(wheel, "a wheel", (13, 0), True)
+    assert (found.version, found.headers) == (None, None)
+    assert nvidia.find_compiler(path, tmp_path) == nvidia.Compiler(on_path, "PATH", (13, 0), (13, 2), True)
+    found = nvidia.find_compiler({"PATH": ""}, tmp_path)
+    assert found == nvidia.Compiler(wheel, "a wheel", (13, 0), (13, 2), True)
     monkeypatch.setattr(nvidia, "_wheel_folder", lambda: None)
     assert nvidia.find_compiler({"PATH": ""}, tmp_path) is None
 
@@ -107,7 +110,7 @@ def test_only_a_wheels_compiler_sets_cuda_home(tmp_path: Path, monkeypatch: pyte
     wheel = fake_nvcc(tmp_path / "wheel")
     (wheel / "lib").mkdir()
     for source, expected in (("PATH", "before"), ("a wheel", str(tmp_path / "cache"))):
-        found = nvidia.Compiler(wheel, source, (13, 0), True)
+        found = nvidia.Compiler(wheel, source, (13, 0), (13, 0), True)
         monkeypatch.setattr(nvidia, "find_compiler", lambda found=found: found)
         nvidia.provide_toolkit(tmp_path / "cache")
         assert nvidia.os.environ["CUDA_HOME"].startswith(expected)

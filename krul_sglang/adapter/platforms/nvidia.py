@@ -137,13 +137,14 @@ def refuse_cpu_beside_gpu(device: str | None, found: Nvidia | None = None) -> No
 class Compiler:
     """Where nvcc is: ``folder`` is what CUDA_HOME would be, ``source`` says how it was found.
 
-    ``version`` is None if it does not run. ``links`` is true if programs can be linked with the folder's
-    runtime library, as FlashInfer does it.
+    ``version`` is None if it does not run, ``headers`` if the folder has none of CUDA's runtime. ``links`` is
+    true if programs can be linked with the folder's runtime library, as FlashInfer does it.
     """
 
     folder: Path
     source: str
     version: Version | None
+    headers: Version | None
     links: bool
 
 
@@ -160,12 +161,12 @@ def find_compiler(env: Mapping[str, str] = os.environ, default: Path = _DEFAULT_
         folder, source = default, str(default)
     elif wheel is not None:
         # Its libraries are linked where they are needed: see ``provide_toolkit``.
-        return Compiler(wheel, "a wheel", _nvcc_version(wheel), True)
+        return Compiler(wheel, "a wheel", _nvcc_version(wheel), _headers_version(wheel), True)
     else:
         return None
     # Some distributions keep libraries elsewhere, where the linker looks by itself.
     links = source == "PATH" or (folder / "lib64" / "libcudart.so").exists()
-    return Compiler(folder, source, _nvcc_version(folder), links)
+    return Compiler(folder, source, _nvcc_version(folder), _headers_version(folder), links)
 
 
 def provide_toolkit(cache_dir: Path) -> None:
@@ -216,6 +217,15 @@ def _wheel_folder() -> Path | None:
 def _nvcc_version(folder: Path) -> Version | None:
     release = re.search(r"release (\d+\.\d+)", _answer(str(folder / "bin" / "nvcc"), "--version"))
     return None if release is None else _version(release[1])
+
+
+def _headers_version(folder: Path) -> Version | None:
+    try:
+        text = (folder / "include" / "cuda_runtime_api.h").read_text(errors="replace")
+    except OSError:
+        return None
+    number = re.search(r"#define CUDART_VERSION\s+(\d+)", text)
+    return None if number is None else (int(number[1]) // 1000, int(number[1]) % 1000 // 10)
 
 
 def _listed_devices() -> list[str]:
