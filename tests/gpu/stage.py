@@ -91,10 +91,17 @@ def _outcome(check: Check, setting: Setting) -> Mapping[str, Any]:
         return {"status": "failed", "error": traceback.format_exc()}
 
 
+def _device_name(setting: Setting) -> str:
+    try:
+        return setting.on_device.name
+    except (RuntimeError, AssertionError):
+        return f"{setting.device}, which cannot be used"
+
+
 def _environment(setting: Setting) -> dict[str, Any]:
     return {
         "git_revision": git_revision(),
-        "device": setting.on_device.name,
+        "device": _device_name(setting),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

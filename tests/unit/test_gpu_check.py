@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu import kernels_and_copies
 from tests.gpu.__main__ import LONG, STAGES, run_within
@@ -53,6 +54,16 @@ def test_a_check_that_fails_stops_no_other_and_is_counted(
     assert "stage x: first: failed" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_runs_at_full_size(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu", "--out", str(tmp_path)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu-check-preflight.json"]
+    rows = json.loads((tmp_path / "gpu-check-preflight.json").read_text())["rows"]
+    assert rows[1]["status"] == "failed"
+
+
 def test_a_stage_that_is_over_its_time_is_ended_and_leaves_what_it_found(tmp_path: Path) -> None:
     found = tmp_path / "gpu-check-x.json"
     found.write_text('{"rows": [{"check": "first", "status": "passed"}]}')
@@ -61,6 +72,10 @@ def test_a_stage_that_is_over_its_time_is_ended_and_leaves_what_it_found(tmp_pat
     rows = json.loads(found.read_text())["rows"]
     assert [row["status"] for row in rows] == ["passed", "failed"]
     assert "ended after 0.2 s" in rows[1]["error"]
+    crashes = [sys.executable, "-c", "import os; os.abort()"]
+    assert not run_within(60, crashes, "y", Setting("cpu", tmp_path))
+    (row,) = json.loads((tmp_path / "gpu-check-y.json").read_text())["rows"]
+    assert "status -6" in row["error"]
     assert run_within(60, [sys.executable, "-c", ""], "x", Setting("cpu", tmp_path))
 
 
