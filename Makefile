@@ -27,7 +27,7 @@ test-long: $(STAMP)
 peer-tests: $(STAMP)
 	$(BIN)/python -m pytest -v tests/peers/kits.py $(ARGS)
 
-# On a machine with an NVIDIA GPU: docs/gpu.md. ARGS="--long" takes hours, ARGS="--stages a" needs no SGLang.
+# On a machine with an NVIDIA GPU: docs/gpu.md. ARGS="--long" takes hours, ARGS="--stages kernels" needs no SGLang.
 gpu-check: $(STAMP)
 	$(BIN)/python -m tests.gpu $(ARGS)
 

@@ -22,6 +22,7 @@ from benchmarks.load import rows as load
 from benchmarks.quality import result as quality
 from benchmarks.runner import Result
 from benchmarks.serving import tables as serving
+from benchmarks.simulate import timeline
 from benchmarks.tables import RESULTS, ROOT, mib, model, ms, source, table
 from benchmarks.tiers import __main__ as tiers
 from krul_sglang.config import CONFIG_FILE_VARIABLE, DAEMON_MARK, ENV_PREFIX, FLAG, KrulConfig
@@ -33,7 +34,7 @@ GPU = ROOT / "docs" / "gpu.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 ONLY_IN_README = ("load-summary", "overlap-summary")
 TABLES_OF_README = ("demo", *ONLY_IN_README)
-TABLES_OF_GPU = ("launches",)
+TABLES_OF_GPU = ("launches", "timeline")
 DEMO_RESULT = RESULTS / "demo-cpu.json"
 DEMO_FIGURE = "docs/figures/demo.png"
 
@@ -126,6 +127,7 @@ TABLES: dict[str, tuple[Callable[[Result, Path], str], *tuple[str, ...]]] = {
     ),
     "codec": (codec.codec_table, "codec-cpu.json"),
     "launches": (launches.launches_table, "launches.json"),
+    "timeline": (timeline.timeline_table, "launches.json"),
     "tiers": (tiers.tiers_table, "tiers-cpu.json"),
 }
 """What is written at each place of a page, and of which results in ``benchmarks/results``."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_backend.codec.subspace.restore import can_fuse_groups
 from krul_backend.device import Device
 from krul_backend.memory import format_bytes
 from krul_backend.planner.calibration import OnlineCosts, load_costs, save_costs
@@ -27,6 +28,7 @@ from krul_sglang.config import KrulConfig
 from krul_sglang.engine.budget.served_bases import show
 from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape
+from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode
 from krul_sglang.engine.restore.restore_planning import DecodeCosts
 
@@ -128,7 +130,16 @@ def measure(setup: RankSetup, tree_cache: Any) -> MeasuredRank:
         _log(mode, costs)
     online = OnlineCosts(_through_link(costs, config.link_mbs))
     run_heads = None if heads is None else heads.run
-    return MeasuredRank(mode, proof, run_heads, online, decode_costs, add_bases)
+    return MeasuredRank(mode, proof, run_heads, online, decode_costs, add_bases, _kernels(pool, heads))
+
+
+def _kernels(pool: DevicePool, heads: HeadRecompute | None) -> dict[str, str]:
+    """Whose kernels recompute heads, decode groups in bases, and write rows to their slots."""
+    return {
+        "heads": "none" if heads is None else heads.kernel,
+        "coder": "triton" if can_fuse_groups(pool.shape, pool.streams) else "torch",
+        "scatter": "triton" if pool.streams.runs_triton else "torch",
+    }
 
 
 def _proven_heads(

@@ -14,6 +14,7 @@ from krul_sglang.adapter.hook_targets import (
     IncompatibleEngineError,
     verify_engine,
 )
+from krul_sglang.adapter.platforms.nvidia import provide_toolkit
 from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.adapter.unsupported import (
     SMALL_PAGES,
@@ -45,6 +46,8 @@ def select_linker(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if memory.radix_cache_backend != BACKEND_NAME:
         return
     runtime = KrulRuntime(KrulConfig.load(memory.unified_cache_external_linker_config))
+    # A server that is started through Python has not passed ``check_launch``.
+    provide_toolkit(Path(runtime.config.cache_dir).expanduser())
     runtime.attach_to(scheduler)
     get_context().override(
         BACKEND_NAME,

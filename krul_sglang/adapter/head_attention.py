@@ -166,6 +166,8 @@ class PagedAttention:
     both queries and keys, as a span does.
     """
 
+    name = "flashinfer"
+
     def __init__(self, device: Device, wrapper_class: Any) -> None:
         self._device = device
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device.torch_device)

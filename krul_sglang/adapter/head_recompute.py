@@ -36,6 +36,7 @@ class HeadRecompute:
         buffers = pool.attended(0)
         self._device = Device.of(buffers[0])
         kernel = span_attention(buffers, self._layers.some_attention(), model_runner.dtype)
+        self.kernel = kernel.name
         self._attention = HeadAttention(pool, kernel, model_runner.token_to_kv_pool)
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Registers krul with SGLang: the entry point of group ``sglang.srt.plugins``.
 
 SGLang calls it in each of its processes. Nothing changes unless the server was started with
-``--radix-cache-backend krul``.
+``--radix-cache-backend krul``; but no server falls back to krul's CPU platform beside a GPU.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def check_launch(server_args: Any, *args: Any, **kwargs: Any) -> None:
     The scheduler checks again, on resolved values, also for servers that are started through Python.
     """
     from krul_sglang.adapter.factory import BACKEND_NAME
+    from krul_sglang.adapter.platforms.nvidia import refuse_cpu_beside_gpu
 
-    if server_args.radix_cache_backend != BACKEND_NAME:
-        return
     try:
-        _check(server_args)
+        refuse_cpu_beside_gpu(server_args.device)
+        if server_args.radix_cache_backend == BACKEND_NAME:
+            _check(server_args)
     except KrulError as error:
         sys.exit(f"krul-sglang: {error}")
 
@@ -76,6 +77,7 @@ def _check(server_args: Any) -> None:
     """Raises KrulError, whose text is the line to show, if krul cannot serve with these arguments."""
     from krul_backend.errors import ConfigError
     from krul_sglang.adapter.hook_targets import check_version
+    from krul_sglang.adapter.platforms.nvidia import provide_toolkit
     from krul_sglang.adapter.unsupported import check_flags, flags_of
     from krul_sglang.config import FLAG, KrulConfig
 
@@ -91,3 +93,4 @@ def _check(server_args: Any) -> None:
     _check_model(server_args)
     config.check_endpoint()
     config.host_memory_bytes(num_ranks=1)
+    provide_toolkit(Path(config.cache_dir).expanduser())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,7 +89,8 @@ class MeasuredRank:
     """What was proven and measured of a rank.
 
     ``heads`` and their ``proof`` are None if heads cannot be recomputed. ``add_bases`` lets segments in bases
-    be opened, and says whether these are older ones; it measures what decoding costs in them.
+    be opened, and says whether these are older ones; it measures what decoding costs in them. ``kernels``:
+    see ``RestorePath``.
     """
 
     mode: RestoreMode
@@ -98,6 +99,7 @@ class MeasuredRank:
     costs: OnlineCosts
     decode_costs: DecodeCosts
     add_bases: Callable[[SubspaceCodec, bool], None]
+    kernels: Mapping[str, str]
 
 
 class RankEngine:
@@ -202,6 +204,7 @@ class RankEngine:
                 lambda: store.report_damage(segment_id, reason), is_urgent=False
             ),
             setup.rotary,
+            measured.kernels,
         )
         token_bytes = (pool.shape.k_token_bytes + pool.shape.v_token_bytes) * pool.num_layers
         logger.info(

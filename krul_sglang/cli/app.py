@@ -18,6 +18,15 @@ CHATS = _ASSETS / "chats.json"
 
 _Url = Annotated[str, typer.Option(help="Address of the running server, such as http://127.0.0.1:30000.")]
 _ApiKey = Annotated[str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")]
+_Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="One more option of krul's configuration, as --option strategy=subspace. Repeatable.",
+    ),
+]
+_PIPE_WIDTH = 160
+"""Columns of a table where there is no terminal."""
 
 app = typer.Typer(
     name="krul-sglang",
@@ -83,13 +92,7 @@ def demo(
     host_memory: Annotated[
         str, typer.Option(help="Host memory for krul, such as 512MiB or 8GiB.")
     ] = "512MiB",
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="One more option of krul's configuration, as --option strategy=subspace. Repeatable.",
-        ),
-    ] = None,
+    option: _Options = None,
     page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.", min=1)] = 16,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 24,
     dtype: Annotated[
@@ -248,6 +251,52 @@ def selftest(
     if json_file is not None:
         write_json(result.to_json(), json_file)
     raise typer.Exit(0 if result.passed else EXIT_FAILED)
+
+
+@app.command()
+def doctor(
+    url: Annotated[
+        str | None, typer.Option(help="Address of a running server of this machine, to be asked as well.")
+    ] = None,
+    option: _Options = None,
+    port: Annotated[int, typer.Option(help="Port that the server is to listen on.", min=1)] = 30000,
+    api_key: _ApiKey = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all rows to FILE.")
+    ] = None,
+) -> None:
+    """Check whether this machine can serve with krul, and say what to change.
+
+    Looks at the GPU's driver and compiler, memory, disk, ports, and at what krul hooks of SGLang, for the
+    options that KRUL_CONFIG, the environment and --option set. A warning costs speed or room; with a
+    problem the server does not start, or does not do what it should.
+
+    Example: krul-sglang doctor --option host_memory=64GiB --option ssd_dir=/mnt/kv
+
+    Exit status: 0 if there is no problem, 1 if there is one, 2 if --url does not answer.
+    """
+    options = _parse_options(option or [])
+    if url is not None:
+        _check_url(url)
+    _check_writable("--json", json_file)
+
+    from rich.console import Console
+
+    from krul_sglang.cli import doctor as examination
+    from krul_sglang.cli.machine import gather
+    from krul_sglang.config import KrulConfig
+    from krul_sglang.json_file import write_json
+
+    of_server = [] if url is None else examination.check_server(url.rstrip("/"), api_key=api_key)
+    facts = gather(KrulConfig.load(options), port)
+    rows = examination.check_machine(facts, is_serving=url is not None) + of_server
+    console = Console()
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    examination.print_rows(rows, console)
+    if json_file is not None:
+        write_json(examination.to_json(rows), json_file)
+    raise typer.Exit(EXIT_FAILED if examination.has_problem(rows) else 0)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Stage a: kernels against the reference, copies and overlap. No SGLang."""
+"""Before anything serves: the machine, kernels against the reference, copies and overlap. No SGLang."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import mmap
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,11 @@ from krul_backend.codec.subspace.restore import GroupTarget, begin_group
 from krul_backend.codec.unit import NativeLayer
 from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.device import Device
+from krul_backend.memory import format_bytes
 from krul_backend.strategy.strategy import Precision
+from krul_sglang.cli.doctor import check_machine, to_json
+from krul_sglang.cli.machine import available_bytes, gather
+from krul_sglang.config import KrulConfig
 from tests.gpu.stage import LeftOut, Setting, Stage
 from tests.support.codec_builders import rotary_table
 from tests.support.group_restore_cases import GroupCase, check_group, check_groups, encode_drawn
@@ -329,6 +334,42 @@ def copies_run_beside_compute(setting: Setting) -> dict[str, float]:
     }
 
 
+def large_memory_is_pinned(setting: Setting) -> dict[str, float]:
+    """64 GiB of mapped memory are locked, as the daemon's arena is, and copied from at its far end."""
+    num_bytes = 1 << 20 if setting.is_dry else 64 << 30
+    if 1.25 * num_bytes > available_bytes():
+        raise LeftOut(f"only {format_bytes(available_bytes())} of memory are available")
+    arena = _mapped_arena(num_bytes)
+    began_s = time.perf_counter()
+    status = setting.on_device.lock_pages(arena)
+    locked_s = time.perf_counter() - began_s
+    assert status == 0, f"{format_bytes(num_bytes)} could not be locked: error {status}"
+    try:
+        end = torch.from_numpy(arena[-(1 << 20) :])
+        end.fill_(7)
+        assert int(setting.on_device.upload(end).sum()) == 7 << 20
+    finally:
+        setting.on_device.unlock_pages()
+    return {"gib": num_bytes / 2**30, "seconds": round(locked_s, 2)}
+
+
+def the_machine_is_ready(setting: Setting) -> dict[str, Any]:
+    """The rows of ``krul-sglang doctor``, none of which is a problem."""
+    rows = check_machine(gather(KrulConfig.load(None), 0))
+    found = to_json(rows)
+    for row in rows:
+        print(f"{row.check}: {row.state}: {row.found} {row.remedy}", flush=True)
+    assert found["passed"], [row for row in found["rows"] if row["state"] == "problem"]
+    return found
+
+
+def the_device_computes(setting: Setting) -> dict[str, Any]:
+    """A product of two matrices is right, and the device says what it is."""
+    left, right = (torch.randn(64, 64, device=setting.device) for _ in range(2))
+    torch.testing.assert_close((left @ right).cpu(), left.cpu() @ right.cpu(), rtol=1e-2, atol=1e-1)
+    return {"name": setting.on_device.name, "memory_bytes": setting.on_device.memory_bytes}
+
+
 def _seconds(device: Device, work: Callable[..., Any], *arguments: Any) -> float:
     """The median time of ``work`` on the current stream, by its events, after two calls to warm up."""
     for _ in range(2):
@@ -361,4 +402,10 @@ CHECKS: Stage = (
     ("restoring waits for nothing", restoring_waits_for_nothing),
     ("copies", copies),
     ("copies run beside compute", copies_run_beside_compute),
+    ("large memory is pinned", large_memory_is_pinned),
+)
+
+PREFLIGHT: Stage = (
+    ("the machine is ready", the_machine_is_ready),
+    ("the device computes", the_device_computes),
 )

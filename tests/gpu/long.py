@@ -1,4 +1,4 @@
-"""Stage c: what takes hours. Every method's restores on servers, the server tests on the GPU, kill rounds."""
+"""What takes hours. Every method's restores on servers, the server tests on the GPU, kill rounds."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -53,7 +54,8 @@ def run_stage(name: str, checks: Stage, setting: Setting) -> int:
     found so far.
     """
     rows: list[dict[str, Any]] = []
-    path = setting.folder / f"gpu-check-{name}.json"
+    path = _path(name, setting)
+    path.unlink(missing_ok=True)
     for check_name, check in checks:
         started = time.monotonic()
         row = {"check": check_name, **_outcome(check, setting)}
@@ -66,6 +68,19 @@ def run_stage(name: str, checks: Stage, setting: Setting) -> int:
     return sum(row["status"] == "failed" for row in rows)
 
 
+def add_failure(name: str, setting: Setting, error: str) -> None:
+    """Add a row to what a stage has found that did not come to its end."""
+    path = _path(name, setting)
+    found = json.loads(path.read_text()) if path.exists() else {"stage": name, "rows": []}
+    found["rows"].append({"check": "the whole stage", "status": "failed", "error": error})
+    write_json(found, path)
+    print(f"stage {name}: failed: {error}", flush=True)
+
+
+def _path(name: str, setting: Setting) -> Path:
+    return setting.folder / f"gpu-check-{name}.json"
+
+
 def _outcome(check: Check, setting: Setting) -> Mapping[str, Any]:
     try:
         return {"status": "passed", "result": check(setting)}
@@ -76,10 +91,17 @@ def _outcome(check: Check, setting: Setting) -> Mapping[str, Any]:
         return {"status": "failed", "error": traceback.format_exc()}
 
 
+def _device_name(setting: Setting) -> str:
+    try:
+        return setting.on_device.name
+    except (RuntimeError, AssertionError):
+        return f"{setting.device}, which cannot be used"
+
+
 def _environment(setting: Setting) -> dict[str, Any]:
     return {
         "git_revision": git_revision(),
-        "device": setting.on_device.name,
+        "device": _device_name(setting),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -19,18 +19,24 @@ from krul_sglang.demo.server import default_device_args, find_free_port
 from tests.support.scenario import KRUL
 
 
-def launch(model: Path, *args: str, python_path: Path | None = None) -> subprocess.CompletedProcess[str]:
+def launch(
+    model: Path, *args: str, python_path: Path | None = None, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``python_path`` and ``path``: where modules and programs are looked for, these before all others. With
+    ``path`` nobody names the device."""
     command = [
         *(sys.executable, "-m", "sglang.launch_server"),
         *("--model-path", str(model)),
         *("--port", str(find_free_port())),
-        *default_device_args(),
+        *(default_device_args() if path is None else ()),
         *KRUL,
         *args,
     ]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if python_path is not None:
         env["PYTHONPATH"] = str(python_path)
+    if path is not None:
+        env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
     # A session of its own, so that every process it started can be told from others.
     with subprocess.Popen(
         command,
@@ -95,6 +101,21 @@ def test_a_model_that_is_refused_stops_the_server(tiny_models: dict[str, Path], 
     assert result.returncode != 0
     [line] = [line for line in result.stderr.splitlines() if line.startswith("krul-sglang: ")]
     assert f"--model-path of a model with chunked or sparse attention ({model})" in line
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(not default_device_args(), reason="torch can use this machine's GPU")
+def test_a_server_does_not_fall_back_to_the_cpu_beside_a_gpu(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n")
+    program.chmod(0o755)
+    result = launch(tiny_models["float32"], "--max-total-tokens", "1024", path=tmp_path)
+    assert result.returncode != 0
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("krul-sglang: ")]
+    assert "this machine has a GPU (NVIDIA H100 80GB HBM3) that torch cannot use" in line
+    assert "--device cpu" in line
     assert "Traceback" not in result.stderr
 
 

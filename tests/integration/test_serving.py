@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from krul_sglang.cli.doctor import check_server
 from krul_sglang.demo.server import ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
@@ -118,6 +119,14 @@ def test_a_turn_is_stored_once_and_grows_by_segments(server: ServerProcess) -> N
     added = [after - before for before, after in itertools.pairwise(segments)]
     assert len(set(added)) <= 2
     assert max(added) - min(added) <= PAGE_SIZE
+
+
+def test_the_doctor_finds_nothing_wrong_with_this_server(server: ServerProcess) -> None:
+    rows = {row.check: row for row in check_server(server.url)}
+    assert {row.state for row in rows.values()} == {"ok"}, rows
+    # Its model computes in float32, which FlashInfer does not.
+    assert "heads by torch" in rows["server: kernels"].found
+    assert "scatter by torch" in rows["server: kernels"].found
 
 
 def test_flush_leaves_nothing_stale(server: ServerProcess) -> None:

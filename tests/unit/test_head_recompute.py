@@ -196,6 +196,8 @@ def from_list(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 class BlindAttention:
     """Computes nothing. Torch's own needs a mask on a device that has no kernels."""
 
+    name = "blind"
+
     def plan(self, spans: Any) -> None:
         pass
 

@@ -136,6 +136,7 @@ class Rank:
             costs=OnlineCosts(COSTS),
             decode_costs=DecodeCosts({}, {}),
             add_bases=lambda subspace, is_older: None,
+            kernels={},
         )
         runtime.engine = RankEngine(setup, measured)
         params = SimpleNamespace(token_to_kv_pool_allocator=allocator)

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import draw_simulate
-from benchmarks.simulate import summary
+from benchmarks.simulate import summary, timeline
 from benchmarks.simulate.__main__ import make_problem, winner
 from benchmarks.simulate.codecs import decode_token_s, last_use, layer_token_bytes, make_codecs
 from benchmarks.simulate.hardware import (
     A100,
+    H100,
     LLAMA3_70B,
     LLAMA_7B,
     MATMUL_SHARE,
@@ -87,6 +88,58 @@ def test_a_full_load_takes_what_its_bytes_take() -> None:
 )
 def test_the_winner_is_clear(recompute_s: float, load_s: float, planned_s: float, expected: str) -> None:
     assert winner({"full-recompute": recompute_s, "full-load": load_s, "local-search": planned_s}) == expected
+
+
+COUNTED = [
+    {
+        "shape": "s",
+        "num_layers": 32,
+        "operation": f"restore {kept}",
+        "tokens": tokens,
+        "launches": 32 * n,
+        "syncs": n,
+    }
+    for kept, n in (("native", 4), ("subspace", 8))
+    for tokens in (100, 1000)
+]
+
+
+def test_a_timeline_adds_counted_launches_to_copies() -> None:
+    steps = timeline.count_steps(COUNTED, "s")
+    assert steps.layer_s == pytest.approx(4 * timeline.LAUNCH_S + timeline.WAIT_S / 8)
+    assert steps.group_s == pytest.approx(2 * (8 * timeline.LAUNCH_S + timeline.WAIT_S / 4))
+    model = timeline.MODELS["Llama-3-8B"]
+    found = timeline.predict(model, PCIE4, steps, 8192, 128)
+    costs = restore_costs(H100, PCIE4, model)
+    assert found["recompute"] == pytest.approx(32 * costs.own.layer_s(8192 + 128, 0))
+    # Loading is slower than the forward of the new tokens, whose last layer comes after it.
+    copy_s = PCIE4.latency_s + steps.layer_s + 8192 * 4096 / PCIE4.bytes_s
+    write_s = 2 * 8192 * 4096 / (0.7 * H100.hbm_bytes_s)
+    assert found["native, full-load"] == pytest.approx(32 * (copy_s + write_s) + costs.own.layer_s(128, 8192))
+
+
+def test_a_timeline_gets_longer_with_launches_and_tokens_and_shorter_by_plans() -> None:
+    model = timeline.MODELS["Llama-3-70B, TP 8"]
+    few, many = timeline.Steps(2e-5, 4e-5), timeline.Steps(1e-3, 1e-3)
+    at = {
+        (steps.layer_s, tokens): timeline.predict(model, PCIE4, steps, tokens, 128)
+        for steps in (few, many)
+        for tokens in (1024, 32_768)
+    }
+    for kept in ("native", "bases"):
+        whole = f"{kept}, {timeline.WHOLE}"
+        assert at[few.layer_s, 1024][whole] < at[many.layer_s, 1024][whole]
+        assert at[few.layer_s, 1024][whole] < at[few.layer_s, 32_768][whole]
+        assert all(each[f"{kept}, {timeline.PLANNED}"] <= each[whole] for each in at.values())
+    long = at[few.layer_s, 32_768]
+    assert long["bases, full-load"] < long["native, full-load"] < long["recompute"]
+
+
+def test_a_timeline_says_that_it_was_computed() -> None:
+    rows = [{**row, "shape": shape} for shape in timeline.MODELS for row in COUNTED]
+    shown = timeline.timeline_table({"rows": rows}, None)
+    assert "Computed, never measured" in shown
+    assert shown.count("| Llama-3-8B |") == len(timeline.LINKS) * len(timeline.HISTORY_TOKENS)
 
 
 def test_the_figure_has_a_panel_per_model_and_codec(tmp_path: Path) -> None:

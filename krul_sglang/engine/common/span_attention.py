@@ -33,6 +33,9 @@ class Span:
 class SpanAttention(Protocol):
     """Computes causal attention of spans whose own KV is in the pool already."""
 
+    name: str
+    """Whose kernel it is, for ``/server_info``."""
+
     def plan(self, spans: Sequence[Span]) -> None:
         """Say what the next calls of ``attend`` are for, until the next ``plan``."""
 
@@ -66,6 +69,8 @@ class GatheredAttention:
     The kernel is torch's choice. Few queries go into one call, so that even one that keeps all scores takes
     bounded memory; one that keeps none (flash attention on a GPU) is handed neither mask nor bias.
     """
+
+    name = "torch"
 
     def __init__(self) -> None:
         self._spans: Sequence[Span] = ()

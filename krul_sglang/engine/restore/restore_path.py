@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ class RestorePath:
 
     ``proof`` is None if heads cannot be recomputed. ``page_size`` is in tokens. ``report_damage`` is the
     store's: called for segments that cannot be decoded here, so that they are stored again. ``rotary`` is
-    that of the model; None if it has none that can be undone: then no moved runs are leased.
+    that of the model; None if it has none that can be undone: then no moved runs are leased. ``kernels`` says
+    whose kernels recompute heads, decode groups in bases, and write decoded rows to their slots.
     """
 
     mode: RestoreMode
@@ -62,6 +63,7 @@ class RestorePath:
     page_size: int
     report_damage: Callable[[int, DamageReason], object]
     rotary: RotaryTable | None = None
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
     def plan_load(
         self,
@@ -111,6 +113,7 @@ class RestorePath:
         """Plain values for ``/server_info``."""
         return {
             "mode": asdict(self.mode),
+            "kernels": dict(self.kernels),
             "plans": asdict(self.planning.counters),
             "forecasts": self.traces.accuracy(),
             "forward": asdict(self.forward.counters),
