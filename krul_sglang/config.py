@@ -14,8 +14,8 @@ from typing import Any
 from krul_backend.codec.pairs.selectors import SELECTORS
 from krul_backend.errors import ConfigError
 from krul_backend.memory import format_bytes, memory_limit_bytes, parse_bytes
-from krul_backend.planner.planners import PLANNERS
-from krul_backend.strategy.strategy import SUBSPACE, Precision
+from krul_backend.planner import PLANNERS
+from krul_backend.strategy import SUBSPACE, Precision
 from krul_backend.tiers.common.eviction import POLICIES
 
 ENV_PREFIX = "KRUL_"

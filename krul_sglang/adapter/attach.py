@@ -14,9 +14,8 @@ from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.restore import can_fuse_groups
 from krul_backend.device import Device
 from krul_backend.memory import format_bytes
-from krul_backend.planner.calibration import OnlineCosts, load_costs, save_costs
-from krul_backend.planner.interface import RestoreCosts, TierCost
-from krul_backend.strategy.strategy import Precision
+from krul_backend.planner import OnlineCosts, RestoreCosts, TierCost, load_costs, save_costs
+from krul_backend.strategy import Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.adapter.head_attention import NoHeadsError
@@ -25,12 +24,10 @@ from krul_sglang.adapter.rank_engine import MeasuredRank, RankSetup
 from krul_sglang.adapter.start_proof import prove_heads
 from krul_sglang.adapter.unsupported import LATENT_STRATEGY, NOT_MOVABLE
 from krul_sglang.config import KrulConfig
-from krul_sglang.engine.budget.served_bases import show
-from krul_sglang.engine.capture.query_capture import CapturePlan, QueryCapture
-from krul_sglang.engine.capture.turn_capture import QueryShape
+from krul_sglang.engine.budget import show
+from krul_sglang.engine.capture import CapturePlan, QueryCapture, QueryShape
 from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode
-from krul_sglang.engine.restore.restore_planning import DecodeCosts
+from krul_sglang.engine.restore import DecodeCosts, HeadProof, RestoreMode
 
 COSTS_FILE = "restore-costs.json"
 _DEFAULT_CHUNK_TOKENS = 8192

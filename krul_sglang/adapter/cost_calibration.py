@@ -18,16 +18,22 @@ from krul_backend.codec.subspace.restore import GroupTarget, begin_group
 from krul_backend.codec.unit_restore import NativeTail, NativeTails, restore_layer
 from krul_backend.codec.units import UnitDecoder, UnitPlan
 from krul_backend.memory import is_out_of_memory
-from krul_backend.planner.calibration import fit_compute, fit_tier
-from krul_backend.planner.interface import NO_DECODING, ComputeCost, DecodeCost, RestoreCosts, TierCost
-from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
+from krul_backend.planner import (
+    NO_DECODING,
+    ComputeCost,
+    DecodeCost,
+    RestoreCosts,
+    TierCost,
+    fit_compute,
+    fit_tier,
+)
+from krul_backend.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.adapter.start_proof import ordinary_prefill, random_token_ids, timed
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.restore.heads import Head
-from krul_sglang.engine.restore.restore_planning import DecodeCosts
+from krul_sglang.engine.restore import DecodeCosts, Head
 
 logger = logging.getLogger(__name__)
 

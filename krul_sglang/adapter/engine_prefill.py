@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from krul_backend.device import Device
-from krul_sglang.engine.capture.query_capture import QueryCapture, unrecorded
+from krul_sglang.engine.capture import QueryCapture, unrecorded
 
 
 class EnginePrefill:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from krul_backend.strategy.strategy import SUBSPACE
+from krul_backend.strategy import SUBSPACE
 from krul_sglang.adapter.hook_targets import (
     SCHEDULER_INIT,
     IncompatibleEngineError,
@@ -105,7 +105,7 @@ def build_cache(ctx: Any) -> Any:
     from krul_sglang.adapter.radix_cache import KrulRadixCache
     from krul_sglang.adapter.rank_engine import RankEngine, RankSetup
     from krul_sglang.adapter.start_proof import read_rotary_table
-    from krul_sglang.engine.budget.shared_bases import SharedBases
+    from krul_sglang.engine.budget import SharedBases
     from krul_sglang.engine.common.agreement import RankAgreement
     from krul_sglang.engine.common.served_model import checkpoint_of, identify_model
     from krul_sglang.engine.common.store_connection import connect_store

@@ -12,10 +12,10 @@ import torch
 from krul_backend.device import Device
 from krul_sglang.adapter.decoder_layers import DecoderLayers
 from krul_sglang.adapter.head_attention import HeadAttention, span_attention
-from krul_sglang.engine.capture.query_capture import QueryCapture, unrecorded
+from krul_sglang.engine.capture import QueryCapture, unrecorded
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.span_attention import Span
-from krul_sglang.engine.restore.heads import Head
+from krul_sglang.engine.restore import Head
 
 
 class HeadRecompute:

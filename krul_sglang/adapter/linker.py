@@ -19,8 +19,7 @@ from krul_backend.tiers.common.hint import SessionName
 from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.engine.common.asking import LatestAnswer
 from krul_sglang.engine.common.step_times import StepTimes, timed
-from krul_sglang.engine.save.request_hints import RequestHints
-from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner
+from krul_sglang.engine.save import RequestHints, StoredPath, Turn, TurnOwner
 
 logger = logging.getLogger(__name__)
 

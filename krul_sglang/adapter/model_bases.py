@@ -19,8 +19,7 @@ from krul_backend.errors import CodecError, ConfigError, KrulError
 from krul_backend.memory import is_out_of_memory
 from krul_backend.segment import ModelIdentity
 from krul_sglang.adapter.unsupported import FOREIGN_ROTARY
-from krul_sglang.engine.budget.served_bases import RecentText, ServedBases, TextDrift
-from krul_sglang.engine.budget.shared_bases import OlderBases, SharedBases
+from krul_sglang.engine.budget import OlderBases, RecentText, ServedBases, SharedBases, TextDrift
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.learning.background import LearningProcess, RecentTurns

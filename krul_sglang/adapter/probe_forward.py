@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from krul_backend.codec.layout import LayerKV
-from krul_sglang.engine.budget.probing import History, RunOnHistory
-from krul_sglang.engine.capture.query_capture import QueryCapture, unrecorded
+from krul_sglang.engine.budget import History, RunOnHistory
+from krul_sglang.engine.capture import QueryCapture, unrecorded
 
 
 class HistoryAttention(AttentionBackend):  # type: ignore[misc]

@@ -18,11 +18,10 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from krul_backend.segment import TokenIds
 from krul_sglang.adapter.linker import KrulLinker
-from krul_sglang.engine.capture.query_capture import QueryCapture
+from krul_sglang.engine.capture import QueryCapture
 from krul_sglang.engine.common.moved_runs import MOVED_TOKENS, MovedRun, moved_key
-from krul_sglang.engine.restore.returning_request import Prompt
-from krul_sglang.engine.save.offload import Job
-from krul_sglang.engine.save.turn import StoredPath, Turn, TurnOwner, owner_of
+from krul_sglang.engine.restore import Prompt
+from krul_sglang.engine.save import Job, StoredPath, Turn, TurnOwner, owner_of
 from krul_sglang.hints import tenant_of
 
 MAX_LOOKED_UP_AHEAD = 16

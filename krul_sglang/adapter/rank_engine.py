@@ -13,17 +13,13 @@ from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.memory import format_bytes
-from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.planners import make_planner
-from krul_backend.strategy.strategy import Precision
+from krul_backend.planner import OnlineCosts, make_planner
+from krul_backend.strategy import Precision
 from krul_sglang.adapter.engine_prefill import EnginePrefill
 from krul_sglang.adapter.probe_forward import prepare_probe
 from krul_sglang.config import AUTO, KrulConfig
-from krul_sglang.engine.budget.error_budget import ErrorBudget
-from krul_sglang.engine.budget.probing import Prober
-from krul_sglang.engine.budget.provenance import KvProvenance
-from krul_sglang.engine.budget.served_bases import ServedBases
-from krul_sglang.engine.capture.query_capture import QueryCapture
+from krul_sglang.engine.budget import ErrorBudget, KvProvenance, Prober, ServedBases
+from krul_sglang.engine.capture import QueryCapture
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, LatestAnswer
 from krul_sglang.engine.common.draft_kv import DraftKV
@@ -32,19 +28,29 @@ from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.store_connection import StoreConnection
 from krul_sglang.engine.common.transfer_gate import TransferGate
-from krul_sglang.engine.restore.draft_loads import DraftLoads
-from krul_sglang.engine.restore.heads import RunHeads
-from krul_sglang.engine.restore.loading import LayerWiseLoader, Link
-from krul_sglang.engine.restore.restore_forward import RestoreForward
-from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode, RestorePath
-from krul_sglang.engine.restore.restore_planning import DecodeCosts, RestorePlanning
-from krul_sglang.engine.restore.restore_trace import TraceLog
-from krul_sglang.engine.restore.returning_requests import ReturningRequests
-from krul_sglang.engine.save.allocation import SpaceAllocation
-from krul_sglang.engine.save.draft_saving import DraftSaver
-from krul_sglang.engine.save.later_encoding import copy_room
-from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
-from krul_sglang.engine.save.strategy_choice import Decision, SelectorDecision
+from krul_sglang.engine.restore import (
+    DecodeCosts,
+    DraftLoads,
+    HeadProof,
+    LayerWiseLoader,
+    Link,
+    RestoreForward,
+    RestoreMode,
+    RestorePath,
+    RestorePlanning,
+    ReturningRequests,
+    RunHeads,
+    TraceLog,
+)
+from krul_sglang.engine.save import (
+    MAX_LAYER_BYTES,
+    Decision,
+    DraftSaver,
+    SelectorDecision,
+    SpaceAllocation,
+    TurnOffloader,
+    copy_room,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from krul_sglang.adapter.radix_cache import KrulRadixCache
     from krul_sglang.adapter.rank_engine import RankEngine
     from krul_sglang.config import KrulConfig
-    from krul_sglang.engine.capture.query_capture import QueryCapture
+    from krul_sglang.engine.capture import QueryCapture
 
 _ATTRIBUTE = "krul"
 

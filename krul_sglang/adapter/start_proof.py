@@ -21,8 +21,7 @@ from krul_sglang.adapter.engine_prefill import EnginePrefill
 from krul_sglang.adapter.head_attention import NoHeadsError
 from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.engine.common.kv_pool import DevicePool
-from krul_sglang.engine.restore.heads import Head
-from krul_sglang.engine.restore.restore_path import HeadProof
+from krul_sglang.engine.restore import Head, HeadProof
 
 logger = logging.getLogger(__name__)
 

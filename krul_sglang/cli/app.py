@@ -162,7 +162,7 @@ def demo(
 
     from rich.console import Console
 
-    from krul_backend.strategy.strategy import SUBSPACE
+    from krul_backend.strategy import SUBSPACE
     from krul_sglang.demo.report import draw_demo, make_reporter, print_result
     from krul_sglang.demo.run import DemoConfig, default_dtype, run_demo
     from krul_sglang.json_file import write_result

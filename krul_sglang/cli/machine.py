@@ -19,7 +19,7 @@ from pathlib import Path
 
 from krul_backend.errors import ConfigError, KrulError
 from krul_backend.memory import memory_limit_bytes
-from krul_backend.tiers.ssd.disk import Disk, open_for_reading
+from krul_backend.tiers.ssd import Disk, open_for_reading
 from krul_sglang.adapter.platforms.nvidia import Compiler, Nvidia, find_compiler, find_nvidia
 from krul_sglang.config import KrulConfig
 

@@ -20,7 +20,7 @@ from krul_backend.codec.layout import LayerShape, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import StoredAs
+from krul_backend.strategy import StoredAs
 
 MAX_JOINED_BYTES = 32 << 20
 """Most bytes of a layer, as the pool holds it, that are copied or decoded together: those of one long

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from krul_backend.codec.unit import NativeLayer, SegmentPlace
 from krul_backend.codec.units import UnitsCodec, UnitSegment
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import Strategy
+from krul_backend.strategy import Strategy
 
 Damage = Annotated[float, Meta(ge=0, le=sys.float_info.max)] | UnsetType | None
 """Noted damage as JSON has it: None if it is infinite, absent if it was not measured."""

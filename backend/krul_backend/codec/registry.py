@@ -18,7 +18,7 @@ from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.held_bases import HeldBases
 from krul_backend.codec.units import UnitsCodec
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import Strategy
+from krul_backend.strategy import Strategy
 
 CODECS: dict[str, Callable[[ModelKV, CodecOptions | None], Codec[Any]]] = {
     NativeCodec.name: NativeCodec,

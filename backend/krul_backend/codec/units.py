@@ -19,7 +19,7 @@ from krul_backend.codec.unit import SegmentPlace, UnitCodec
 from krul_backend.codec.unit_restore import NativeTail, NativeTails, UnitRestorer
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import Pair, Strategy
+from krul_backend.strategy import Pair, Strategy
 
 Unit = tuple[int, ...]
 

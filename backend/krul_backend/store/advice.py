@@ -16,7 +16,7 @@ from krul_backend.store.comebacks import Comeback, Comebacks
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
 from krul_backend.tiers.common.interface import Clock, Prefetched
 from krul_backend.tiers.common.lower_tier import LowerTier
-from krul_backend.tiers.dram.host_store import HostStore
+from krul_backend.tiers.dram import HostStore
 
 MAX_NAMES = 100_000
 """Names of conversations that are kept at most."""

@@ -16,8 +16,7 @@ from krul_backend.tiers.common.interface import Lease, SegmentTail, checksums_of
 from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import QueuedRead, ReadPriority
-from krul_backend.tiers.dram.host_store import HostStore
-from krul_backend.tiers.dram.reservations import Arrival
+from krul_backend.tiers.dram import Arrival, HostStore
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from krul_backend.planner.interface import TierCost
+from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (

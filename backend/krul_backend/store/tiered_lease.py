@@ -12,7 +12,7 @@ from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.tiers.common.interface import FastCopies, Lease, SegmentSlice
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.common.page_index import PageRun
-from krul_backend.tiers.dram.host_store import HostStore
+from krul_backend.tiers.dram import HostStore
 
 LEAST_USED_SHARE = 1 / 8
 """Lower tiers read blocks to their ends. No segment is read of which less would be used, all that follows it

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from krul_backend.errors import NotAdmittedError, Refusal, StoreClosedError
-from krul_backend.planner.interface import TierCost
+from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.advice import Advisor
 from krul_backend.store.fetcher import Coming, Fetcher
@@ -37,8 +37,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 from krul_backend.tiers.common.lower_tier import LowerTier
-from krul_backend.tiers.dram.host_store import HostStore
-from krul_backend.tiers.dram.reservations import Arrival
+from krul_backend.tiers.dram import Arrival, HostStore
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from krul_backend.errors import StoreClosedError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.interface import TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier
-from krul_backend.tiers.dram.host_store import HostStore
-from krul_backend.tiers.dram.stored_segment import StoredSegment
+from krul_backend.tiers.dram import HostStore, StoredSegment
 
 logger = logging.getLogger(__name__)
 

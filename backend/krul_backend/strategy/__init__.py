@@ -3,3 +3,13 @@
 Plain values without tensors. Codecs store by them, and the engine asks them what is lost and what decoding
 costs.
 """
+
+from krul_backend.strategy.strategy import (
+    SUBSPACE,
+    LayerCosts,
+    LayerGroups,
+    Pair,
+    Precision,
+    StoredAs,
+    Strategy,
+)

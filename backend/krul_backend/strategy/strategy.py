@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from krul_backend.errors import StrategyError
-from krul_backend.planner.interface import NO_DECODING, DecodeCost
+from krul_backend.planner import NO_DECODING, DecodeCost
 
 
 class Precision(Enum):

@@ -18,7 +18,7 @@ from krul_backend.codec.subspace.codec import MOST_OUTSIDE, EncodedSegment, Subs
 from krul_backend.codec.subspace.held_bases import AwaitedBasesError, RunLimit
 from krul_backend.errors import CodecError
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy.strategy import Strategy
+from krul_backend.strategy import Strategy
 from krul_sglang.engine.budget.correction import DamageCorrection
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
@@ -31,9 +31,7 @@ from krul_sglang.engine.budget.subspace_encoding import (
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
-from krul_sglang.engine.save.strategy_choice import Decision
-from krul_sglang.engine.save.turn import StoredPath, Turn
-from krul_sglang.engine.save.turn_encoding import LayerEncoding, TurnEncoding
+from krul_sglang.engine.save import Decision, LayerEncoding, StoredPath, Turn, TurnEncoding
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,8 @@ from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.budget.provenance import damage_of
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
-from krul_sglang.engine.restore.segment_reader import SegmentReader, open_segments
-from krul_sglang.engine.restore.tail_groups import TailGroups
-from krul_sglang.engine.save.turn import StoredPath
+from krul_sglang.engine.restore import SegmentReader, TailGroups, open_segments
+from krul_sglang.engine.save import StoredPath
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from krul_backend.device import Device
-from krul_sglang.engine.restore.load_batch import Load, LoadBatch
-from krul_sglang.engine.restore.segment_reader import SegmentReader
+from krul_sglang.engine.restore import Load, LoadBatch, SegmentReader
 
 
 @dataclass(frozen=True)

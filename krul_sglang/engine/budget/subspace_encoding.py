@@ -12,8 +12,8 @@ from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import EncodedSegment
 from krul_backend.codec.subspace.held_bases import HeldBases, RunLimit, SubspaceRun
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import LayerGroups
-from krul_sglang.engine.save.turn_encoding import LayerEncoding, TurnEncoding
+from krul_backend.strategy import LayerGroups
+from krul_sglang.engine.save import LayerEncoding, TurnEncoding
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from krul_backend.daemon.client.daemon_store import DaemonStore
-from krul_backend.daemon.client.launcher import EmbeddedDaemon
+from krul_backend.daemon.client import DaemonStore, EmbeddedDaemon
 from krul_backend.device import Device
 from krul_backend.errors import DaemonError, KrulError
 from krul_backend.memory import format_bytes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from krul_backend.errors import KrulError
-from krul_backend.planner.interface import RestorePlan
+from krul_backend.planner import RestorePlan
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.draft_kv import DraftKV

@@ -14,7 +14,7 @@ import torch
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device, Event, Mark, StreamClock
 from krul_backend.errors import KrulError
-from krul_backend.planner.interface import RestorePlan
+from krul_backend.planner import RestorePlan
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool

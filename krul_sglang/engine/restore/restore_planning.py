@@ -16,18 +16,18 @@ from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.held_bases import AwaitedBasesError
 from krul_backend.errors import CodecError
 from krul_backend.memory import is_out_of_memory
-from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.interface import (
+from krul_backend.planner import (
     NO_DECODING,
     DecodeCost,
+    OnlineCosts,
     RestorePlan,
     RestorePlanner,
     RestoreProblem,
+    RestoreTiming,
     StoredRun,
     TierCost,
 )
-from krul_backend.planner.timing import RestoreTiming
-from krul_backend.strategy.strategy import LayerCosts, Precision
+from krul_backend.strategy import LayerCosts, Precision
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore.load_batch import Forecast

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from krul_backend.device import Mark
-from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner import OnlineCosts
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.restore.load_batch import LayerTimes, LoadBatch
 from krul_sglang.traced_restore import Part

@@ -8,12 +8,10 @@ import orjson
 
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.held_bases import AwaitedBasesError
-from krul_backend.planner.calibration import OnlineCosts
-from krul_backend.planner.interface import RestorePlanner, StoredRun
-from krul_backend.planner.planners import allocate
+from krul_backend.planner import OnlineCosts, RestorePlanner, StoredRun, allocate
 from krul_backend.segment import ModelIdentity, tail_num_bytes
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy.strategy import LayerCosts
+from krul_backend.strategy import LayerCosts
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.save.turn_encoding import TurnEncoding

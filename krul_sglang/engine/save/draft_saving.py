@@ -10,9 +10,9 @@ from typing import Any
 
 from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
-from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner import OnlineCosts
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy.strategy import Strategy
+from krul_backend.strategy import Strategy
 from krul_backend.tiers.common.hint import NO_HINT
 from krul_sglang.engine.common.draft_kv import DraftKV
 from krul_sglang.engine.save.segment_writer import OffloadCounters, Reading, SegmentWriter

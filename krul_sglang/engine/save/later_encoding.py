@@ -22,7 +22,7 @@ from krul_backend.codec.subspace.vectors import BlockReads
 from krul_backend.codec.unit_restore import NativeTail, NativeTails
 from krul_backend.codec.units import UnitDecoder
 from krul_backend.errors import CodecError
-from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner import OnlineCosts
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import MAX_FAST_COPY_SHARE, Block, Lease, SegmentSlice
 from krul_sglang.engine.common.kv_pool import DevicePool

@@ -16,7 +16,7 @@ from functools import partial
 from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
-from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner import OnlineCosts
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName

@@ -14,7 +14,7 @@ import torch
 
 from krul_backend.codec.interface import EncodedRun
 from krul_backend.device import Device
-from krul_backend.planner.calibration import OnlineCosts
+from krul_backend.planner import OnlineCosts
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import Reservation, block_checksums

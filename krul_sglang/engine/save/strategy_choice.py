@@ -13,7 +13,7 @@ import torch
 from krul_backend.attention.statistics import AttentionStatistics, concatenate_heads
 from krul_backend.codec.pairs.selectors import Evidence, StrategySelector
 from krul_backend.codec.registry import ModelCodecs
-from krul_backend.strategy.strategy import SUBSPACE, StoredAs
+from krul_backend.strategy import SUBSPACE, StoredAs
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.save.turn import Turn

@@ -10,7 +10,7 @@ import torch
 
 from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
-from krul_sglang.engine.capture.turn_capture import CapturedTurn
+from krul_sglang.engine.capture import CapturedTurn
 from krul_sglang.engine.save.request_hints import RequestHints
 from krul_sglang.hints import tenant_of
 

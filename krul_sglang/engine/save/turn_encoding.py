@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from krul_backend.codec.interface import EncodedRun, TokenRun
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.units import UnitPlan
-from krul_backend.strategy.strategy import StoredAs, Strategy
+from krul_backend.strategy import StoredAs, Strategy
 
 
 class TurnEncoding(ABC):

@@ -13,7 +13,7 @@ from krul_backend.codec.pairs.units import CodedLayer
 from krul_backend.codec.unit import NativeLayer, SegmentPlace, UnitCodec
 from krul_backend.codec.units import Unit, UnitsCodec, UnitSegment
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import Pair, Precision, Strategy
+from krul_backend.strategy import Pair, Precision, Strategy
 
 
 class PairCodec(UnitsCodec):

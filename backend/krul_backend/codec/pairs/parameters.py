@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Struct
 
 from krul_backend.codec.native import Damage, known_damage, stored_damage
 from krul_backend.errors import CodecError, StrategyError
-from krul_backend.strategy.strategy import Strategy
+from krul_backend.strategy import Strategy
 
 _Counts = tuple[Annotated[int, Meta(ge=0)], ...]
 

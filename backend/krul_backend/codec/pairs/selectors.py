@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.errors import StrategyError
-from krul_backend.strategy.strategy import Pair, Precision, Strategy
+from krul_backend.strategy import Pair, Precision, Strategy
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from krul_backend.codec.pairs.units import FusedUnit
 from krul_backend.codec.pairs.vector_format import FP16_MAX, VectorFormat, key_and_value_formats
 from krul_backend.codec.unit import SegmentPlace
 from krul_backend.device import Device
-from krul_backend.strategy.strategy import Precision
+from krul_backend.strategy import Precision
 
 _LOWER = 0
 _DISTANCE_TOKENS = 1024

@@ -10,7 +10,7 @@ from krul_backend.codec.layout import GroupRun, LayerKV, Views
 from krul_backend.codec.pairs.vector_format import VectorFormat, key_and_value_formats
 from krul_backend.codec.unit import SegmentPlace, SingleLayer, UnitCodec
 from krul_backend.device import Device
-from krul_backend.strategy.strategy import Precision
+from krul_backend.strategy import Precision
 
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from krul_backend.codec.layout import LayerShape, Section, Views
-from krul_backend.strategy.strategy import Precision
+from krul_backend.strategy import Precision
 
 FP16_MAX = 65504.0
 

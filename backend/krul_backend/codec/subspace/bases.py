@@ -22,7 +22,7 @@ from krul_backend.atomic_file import replacing
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import LayerGroups
+from krul_backend.strategy import LayerGroups
 
 _MOST_OLDER = 3
 """Files of older bases; the one that was written first goes."""

@@ -17,7 +17,7 @@ from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, Se
 from krul_backend.codec.subspace.parameters import SubspaceParameters
 from krul_backend.codec.subspace.restore import SubspaceRestorer
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import LayerGroups
+from krul_backend.strategy import LayerGroups
 
 
 class SubspaceDecoder(SegmentDecoder):

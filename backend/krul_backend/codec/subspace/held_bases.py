@@ -14,7 +14,7 @@ from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.sample import SegmentSample
 from krul_backend.errors import CodecError
-from krul_backend.strategy.strategy import SUBSPACE
+from krul_backend.strategy import SUBSPACE
 
 MOST_BASES = 4
 """Bases in which segments are opened: those that turns are stored in, and three older ones."""

@@ -14,7 +14,7 @@ from msgspec import to_builtins
 from rich.console import Console, RenderableType
 
 from krul_backend.daemon.cli.reports import details_report, segments_report, stats_report
-from krul_backend.daemon.client.admin import AdminClient, load_client_keys, resolve_endpoint
+from krul_backend.daemon.client import AdminClient, load_client_keys, resolve_endpoint
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.interface import SegmentInfo
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from krul_backend.daemon.protocol.messages import DaemonStats
 from krul_backend.errors import StrategyError
 from krul_backend.memory import format_bytes
-from krul_backend.strategy.strategy import SUBSPACE, Precision, Strategy
+from krul_backend.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import (
     CHECKSUM_BYTES,
     DRAM_TIER,

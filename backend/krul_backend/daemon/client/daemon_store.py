@@ -40,7 +40,7 @@ from krul_backend.daemon.protocol.messages import (
 )
 from krul_backend.daemon.protocol.runtime_dir import runtime_dir_of
 from krul_backend.errors import ManifestError, ProtocolError, StoreClosedError, TierReadError
-from krul_backend.planner.interface import TierCost
+from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hint import Hint, SessionName

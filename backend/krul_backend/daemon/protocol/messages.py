@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from krul_backend.errors import DaemonError, ManifestError, ProtocolError, StoreClosedError, TierReadError
-from krul_backend.planner.interface import TierCost
+from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, check_codec_params_num_bytes
 from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (

@@ -14,7 +14,7 @@ from krul_backend.memory import parse_bytes
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.eviction import make_policy
 from krul_backend.tiers.common.lower_tier import LowerTier
-from krul_backend.tiers.dram.host_store import HostStore
+from krul_backend.tiers.dram import HostStore
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -46,7 +46,7 @@ def build_store(config: DaemonConfig) -> TieredStore:
 
 def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
     # Imported late, here and below: a daemon without the tier loads nothing that the tier needs.
-    from krul_backend.tiers.ssd.ssd_tier import SsdTier
+    from krul_backend.tiers.ssd import SsdTier
 
     capacity_bytes = config.ssd_capacity_bytes
     if capacity_bytes is None:
@@ -62,8 +62,7 @@ def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
 
 
 def _mooncake_tier(given: Mapping[str, str], host: HostStore) -> LowerTier:
-    from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
-    from krul_backend.tiers.mooncake.tier import MooncakeTier
+    from krul_backend.tiers.mooncake import MooncakeOptions, MooncakeTier
 
     return MooncakeTier(parse_options(MooncakeOptions, "mooncake", given), host.buffer)
 
@@ -100,7 +99,7 @@ def default_ssd_capacity(directory: Path) -> int:
     Raises:
         ConfigError: the disk cannot be asked.
     """
-    from krul_backend.tiers.ssd.own_files import own_bytes
+    from krul_backend.tiers.ssd import own_bytes
 
     try:
         there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())

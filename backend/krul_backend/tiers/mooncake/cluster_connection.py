@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from krul_backend.planner.interface import TierCost
+from krul_backend.planner import TierCost
 from krul_backend.tiers.common.lower_tier import MeasuredCost, Suspension
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, ObjectStoreError
 from krul_backend.tiers.mooncake.stored_object import ROOT

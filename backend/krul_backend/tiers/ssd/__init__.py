@@ -2,3 +2,7 @@
 
 Whole segments are written some time after their commit, and read past the page cache. ``store`` calls it.
 """
+
+from krul_backend.tiers.ssd.disk import Disk, open_for_reading
+from krul_backend.tiers.ssd.own_files import own_bytes
+from krul_backend.tiers.ssd.ssd_tier import SsdTier

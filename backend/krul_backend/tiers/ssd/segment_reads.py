@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from krul_backend.errors import RecordError, StoreClosedError, TierReadError
-from krul_backend.planner.interface import TierCost
+from krul_backend.planner import TierCost
 from krul_backend.tiers.common.interface import Block, tail_is_right
 from krul_backend.tiers.common.lower_tier import MeasuredCost, TailRead
 from krul_backend.tiers.common.page_index import PageRun

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from krul_backend.errors import ConfigError, RecordError, TierReadError
-from krul_backend.planner.interface import TierCost
+from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
