@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 41_150),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 11_550),
+    "product": (PRODUCT, 43_500),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 12_770),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_000,
@@ -27,9 +27,9 @@ LIMITS = {
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         14_800,
     ),
-    "benchmarks": (("benchmarks",), 9_400),
-    "tests": (("tests",), 53_650),
-    "tests/support": (("tests/support",), 5_530),
+    "benchmarks": (("benchmarks",), 9_710),
+    "tests": (("tests",), 55_950),
+    "tests/support": (("tests/support",), 5_640),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 
