@@ -81,7 +81,11 @@ class DecoderLayers:
 def _family_of(layer: Any) -> Callable[..., Any]:
     parameters = list(inspect.signature(layer.forward).parameters.values())
     names = [parameter.name for parameter in parameters[:3]]
-    needed = tuple(parameter.name for parameter in parameters[3:] if parameter.default is parameter.empty)
+    needed = tuple(
+        parameter.name
+        for parameter in parameters[3:]
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    )
     run = _FAMILIES.get(needed)
     has_stages = hasattr(getattr(layer, "attn_boundary", None), "from_pp")
     if names != ["positions", "hidden_states", "forward_batch"] or not has_stages or run is None:

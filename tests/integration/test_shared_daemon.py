@@ -17,7 +17,7 @@ from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import TierReadError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.interface import block_checksums
-from krul_sglang.adapter.linker import MAX_AHEAD_SHARE
+from krul_sglang.adapter.rank_engine import MAX_AHEAD_SHARE
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore.returning_request import Prompt
 from krul_sglang.engine.restore.returning_requests import ReturningRequests

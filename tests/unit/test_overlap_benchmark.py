@@ -141,6 +141,7 @@ def test_computing_is_measured_once_for_all_ratios(monkeypatch: pytest.MonkeyPat
         made.append((method, setting.mbs))
         return method
 
+    monkeypatch.setattr(overlap.planners, "register", lambda: None)
     monkeypatch.setattr(overlap, "load_token_encoder", lambda path: (lambda messages: [0], 100))
     monkeypatch.setattr(overlap, "generated_conversation", lambda *given: ())
     monkeypatch.setattr(overlap, "plan_pools", lambda *given, **named: None)

@@ -328,9 +328,9 @@ def test_rows_are_given_up_before_requests_are_few(room: int, expected: tuple[in
 
 def runtime_of(engine: Engine, restore: Callable[[Any, Callable[[], Any]], Any]) -> KrulRuntime:
     """That of a rank whose forwards with a prompt go through ``restore``."""
-    runtime = KrulRuntime(KrulConfig(), engine.capture)
+    runtime = KrulRuntime(KrulConfig(), capture=engine.capture)
     restore_path = SimpleNamespace(forward=SimpleNamespace(run=restore))
-    linker = SimpleNamespace(steps=StepTimes(), provenance=None, restore_path=restore_path)
+    linker = SimpleNamespace(steps=StepTimes(), provenance=None, draft=None, restore_path=restore_path)
     runtime.cache = cast(Any, SimpleNamespace(linker=SimpleNamespace(cache_linker=linker)))
     return runtime
 
