@@ -279,14 +279,15 @@ def test_draft_kv_comes_back_with_the_target_s(restored: Restored) -> None:
         assert draft["dropped_turns"] > 0
         assert draft["stored_tokens"] < restored.stats["offload"]["tokens"]
     else:
-        # Seen with pages of one token: the last one of a turn without its draft KV.
-        assert draft["missing_tokens"] <= 1
-        assert draft["restored_tokens"] + draft["missing_tokens"] == loaded
+        # Seen with pages of one token: one of them comes back without its draft KV.
+        num_missing = draft["missing_tokens"]
+        assert num_missing <= 1
+        assert draft["restored_tokens"] + num_missing == loaded
         offload = restored.stats["offload"]
         # On a busy machine a turn may be evicted while it is stored.
         num_evicted = offload["dropped_turns"].get("evicted", 0)
-        assert draft["dropped_turns"] <= num_evicted
-        if not num_evicted:
+        assert draft["dropped_turns"] <= num_evicted + num_missing
+        if not num_evicted and not num_missing:
             assert draft["stored_tokens"] == offload["tokens"]
 
 
