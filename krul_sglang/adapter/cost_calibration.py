@@ -55,7 +55,7 @@ _SHORT_SHARE = 8
 _DECODED_DAMAGE = 0.01
 """Nats per predicted token that the decoded blocks of groups may have lost."""
 _LEAST_S = 1e-9
-"""What took no longer than its copy counts as this."""
+"""Decoding that was measured to take no longer than its copy counts as this."""
 _BLOCKS = 8
 """Segments of the prefix whose loading is measured: of a conversation of several turns."""
 
@@ -199,8 +199,10 @@ class CostCalibration:
         units: Iterable[CodedUnit],
         tier: TierCost,
     ) -> DecodeCosts:
-        """What a layer costs beyond the copy, alone and in a pair, by precision: of each segment, since they
-        are decoded one by one."""
+        """Measure how long a layer alone, and one in a pair, takes to decode after its copy, by precision.
+
+        It is counted for each segment, since segments are decoded one by one.
+        """
         single = {Precision.NATIVE: NO_DECODING}
         pair: dict[Precision, DecodeCost] = {}
         for unit, precision in units:
@@ -217,8 +219,11 @@ class CostCalibration:
     def group_cost(
         self, subspace: SubspaceCodec, tier: TierCost, *, has_all_cores: bool = False
     ) -> DecodeCost:
-        """What decoding a layer of groups costs, beyond what ``tier`` takes: of KV like that which the bases
-        were learned from. A CPU does it on the core that a load has beside a forward, or on all of them."""
+        """Measure how long a layer of groups takes to decode after ``tier`` has brought it, with KV like that
+        which the bases were learned from.
+
+        A CPU does it on the core that a load has beside a forward, or on all of them.
+        """
         samples = []
         with nullcontext() if has_all_cores else self._pool.streams.as_bound_thread():
             for num_tokens in self._decoded_lengths:

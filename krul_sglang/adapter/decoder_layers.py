@@ -27,13 +27,14 @@ def _run_latent(layer: Any, positions: torch.Tensor, hidden: Any, batch: Any) ->
 
 
 _SCRATCH_SIZE = 2
-"""What SGLang's DeepSeek model sets aside for each of its layers."""
+"""Numbers of scratch memory that SGLang's DeepSeek model gives to each layer."""
 
 _FAMILIES: dict[tuple[str, ...], Callable[..., Any]] = {
     (): _run_plain,
     ("zero_allocator",): _run_latent,
 }
-"""How layers are called, by the arguments that they need behind positions, hidden states and the batch."""
+"""Maps the arguments that a layer requires after positions, hidden states and batch to a function that calls
+it."""
 
 
 class DecoderLayers:

@@ -126,6 +126,6 @@ def open_draft(
 
 
 def stores_kv(pool: DevicePool, rank: int, ranks_per_host: int) -> bool:
-    """Whether this rank stores what is in its pool. Latent KV is the same on all ranks: the first one of each
-    host does."""
+    """Say whether this rank stores its KV: each does, but of latent KV, which all ranks of a host have alike,
+    only the first of them."""
     return not pool.is_latent or rank % ranks_per_host == 0

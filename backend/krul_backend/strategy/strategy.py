@@ -42,7 +42,7 @@ class LayerStrategy:
 
 
 class LayerCosts(Protocol):
-    """What decoding a layer takes, beyond what copying the bytes takes."""
+    """Costs of decoding a layer, not counting the copy of its bytes."""
 
     def of(self, *, is_serial: bool) -> LayerCosts:
         """Those of a restore whose forward waits for all of it, or of one that loads beside a forward."""
@@ -82,7 +82,7 @@ class StoredAs(ABC):
 
     @abstractmethod
     def decode_costs(self, costs: LayerCosts) -> tuple[DecodeCost, ...]:
-        """What decoding costs in each layer, ``[L]``."""
+        """The cost of decoding each layer, ``[L]``."""
 
 
 @dataclass(frozen=True)

@@ -364,7 +364,7 @@ class LayerWiseLoader:
 
     def _fetch(self, batch: LoadBatch, group: TailGroup, readers: Sequence[SegmentReader]) -> None:
         """Copy a group to the device. A block that several layers need passes the link once."""
-        num_before = _num_read(readers)
+        num_before = 0 if self._link is None else _num_read(readers)
         with batch.decoding(group.decodes_early):
             group.fetch(self._device)
         if self._link is not None:
