@@ -172,7 +172,8 @@ def _proven_heads(
 
 
 def _costs(calibration: CostCalibration, setup: RankSetup) -> RestoreCosts:
-    """Costs that were measured at the first start with a model on a device, and read from a file later.
+    """Costs that were measured at the first start with a model on a device, and read from a file later. Those
+    of a busier machine are measured again.
 
     Either all ranks measure or none: measuring runs the model.
     """
@@ -180,11 +181,12 @@ def _costs(calibration: CostCalibration, setup: RankSetup) -> RestoreCosts:
     fingerprint = setup.model.identity.fingerprint
     path = Path(setup.config.cache_dir).expanduser() / COSTS_FILE
     known = load_costs(path, fingerprint, device_name)
-    is_known = torch.tensor([known is not None], dtype=torch.float64)
-    of_ranks = setup.restore_agreement.gather(is_known, (1,))
-    assert of_ranks is not None
-    if known is not None and all(of_rank.item() for of_rank in of_ranks):
-        return known
+    agreement = setup.restore_agreement
+    if agreement.holds_on_all(known is not None):
+        assert known is not None
+        if agreement.holds_on_all(not calibration.are_too_slow(known)):
+            return known
+        logger.info("krul: a prompt takes less than half of what was measured before: it is measured again")
     measured = calibration.measure()
     if not setup.model.is_lasting:
         return measured

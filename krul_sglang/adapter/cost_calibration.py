@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -56,6 +56,9 @@ _DECODED_DAMAGE = 0.01
 """Nats per predicted token that the decoded blocks of groups may have lost."""
 _LEAST_S = 1e-9
 """Decoding that was measured to take no longer than its copy counts as this."""
+_CHECKED_TOKENS = 256
+_MAX_TOO_SLOW = 2.0
+"""Costs that are so many times what a prompt of ``_CHECKED_TOKENS`` takes are those of a busier machine."""
 _BLOCKS = 8
 """Segments of the prefix whose loading is measured: of a conversation of several turns."""
 
@@ -89,19 +92,27 @@ class CostCalibration:
         own, head = self._compute()
         return RestoreCosts(head=head, own=own, tiers={DRAM_TIER: self._tier()})
 
+    def are_too_slow(self, costs: RestoreCosts) -> bool:
+        """Whether a prompt takes much less than these costs say."""
+        num_tokens = min(_CHECKED_TOKENS, self._longest)
+        of_own, of_heads = self._prefill_samples(num_tokens, _REPEATS)
+        known = [(costs.own, of_own[0]), *((costs.head, sample) for sample in of_heads[:1])]
+        return any(cost.layer_s(new, past) > _MAX_TOO_SLOW * seconds for cost, (new, past, seconds) in known)
+
+    @property
+    def _longest(self) -> int:
+        return min(self._pool.num_tokens // 2, int(self._runner.model_config.context_len))
+
     def _compute(self) -> tuple[ComputeCost, ComputeCost]:
         """Seconds per layer of the engine's own forward, and of the recomputation of heads."""
         num_layers = self._pool.num_layers
-        vocab_size = self._runner.model_config.vocab_size
-        longest = min(self._pool.num_tokens // 2, self._runner.model_config.context_len)
         own: list[Sample] = []
         head: list[Sample] = []
         slowest_s = 0.0
-        for num_tokens in (length for length in _LENGTHS if length <= longest):
+        for num_tokens in (length for length in _LENGTHS if length <= self._longest):
             try:
                 num_runs = _REPEATS if slowest_s < _SHORT_S else 1
-                token_ids = random_token_ids(vocab_size, num_tokens)
-                of_own, of_heads = self._prefill_samples(token_ids, num_runs)
+                of_own, of_heads = self._prefill_samples(num_tokens, num_runs)
             except Exception as error:
                 # With several ranks the others would wait for ever in the forward that this one has left.
                 is_too_short = num_tokens <= _LENGTHS[_MIN_LENGTHS - 1]
@@ -117,12 +128,13 @@ class CostCalibration:
         fitted = fit_compute(own)
         return fitted, fit_compute(head) if head else fitted
 
-    def _prefill_samples(self, token_ids: Sequence[int], num_runs: int) -> tuple[list[Sample], list[Sample]]:
+    def _prefill_samples(self, num_tokens: int, num_runs: int) -> tuple[list[Sample], list[Sample]]:
         """Samples of the engine's own forward, of a whole prompt and of its end after the rest, and of
         recomputing its heads. Of ``num_runs`` the fastest counts."""
+        token_ids = random_token_ids(self._runner.model_config.vocab_size, num_tokens)
         seconds: list[tuple[float, float]] = []
         of_heads: list[Sample] = []
-        num_tokens, num_layers = len(token_ids), self._pool.num_layers
+        num_layers = self._pool.num_layers
         num_past = num_tokens - num_tokens // _NEW_SHARE
         for _ in range(num_runs):
             with ordinary_prefill(self._runner, self._tree_cache, token_ids) as prefilled:

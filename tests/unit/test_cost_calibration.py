@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,9 @@ from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.restore import GroupRestore
 from krul_backend.device import Device
-from krul_backend.planner.interface import NO_DECODING, DecodeCost, TierCost
+from krul_backend.planner.interface import NO_DECODING, DecodeCost, RestoreCosts, TierCost
 from krul_backend.strategy.strategy import Precision
-from krul_sglang.adapter import cost_calibration
+from krul_sglang.adapter import attach, cost_calibration
 from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.adapter.start_proof import Prefilled
 from krul_sglang.engine.common.agreement import RankAgreement
@@ -109,6 +110,40 @@ def test_a_question_after_a_long_prompt_pays_for_what_it_reads(monkeypatch: pyte
     own = engine.calibration().measure().own
     assert own.layer_s(16, 4096) == pytest.approx((16e-4 + 4096 * 3e-5) / NUM_LAYERS, rel=1e-3)
     assert own.layer_s(256, 0) == pytest.approx(256e-4 / NUM_LAYERS, rel=1e-3)
+
+
+@pytest.mark.parametrize(("known_token_s", "are_too_slow"), [(1e-4, False), (1e-6, False), (3e-4, True)])
+def test_costs_of_a_busier_machine_are_noticed(
+    known_token_s: float, are_too_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busier, engine = FakeEngine(known_token_s), FakeEngine(1e-4)
+    monkeypatch.setattr(cost_calibration, "ordinary_prefill", busier.prefill)
+    known = busier.calibration().measure()
+    monkeypatch.setattr(cost_calibration, "ordinary_prefill", engine.prefill)
+    assert engine.calibration().are_too_slow(known) == are_too_slow
+    assert set(engine.prefilled) == {256}
+
+
+def test_costs_are_kept_in_a_file_until_a_start_is_twice_as_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = SimpleNamespace(fingerprint="model")
+
+    def costs_of(engine: FakeEngine) -> RestoreCosts:
+        monkeypatch.setattr(cost_calibration, "ordinary_prefill", engine.prefill)
+        setup: Any = SimpleNamespace(
+            pool=engine.pool,
+            model=SimpleNamespace(identity=identity, is_lasting=True),
+            config=SimpleNamespace(cache_dir=str(tmp_path)),
+            restore_agreement=RankAgreement(None, 1),
+        )
+        return attach._costs(engine.calibration(), setup)
+
+    busy, settled = costs_of(FakeEngine(3e-4)), costs_of(FakeEngine(2e-4))
+    assert settled == busy
+    fast = costs_of(FakeEngine(1e-4))
+    assert fast.own.layer_s(256, 0) == pytest.approx(256e-4 / NUM_LAYERS, rel=1e-3)
+    assert costs_of(FakeEngine(3e-4)) == fast
 
 
 def test_longer_prompts_than_there_is_memory_for_follow_from_the_fit(

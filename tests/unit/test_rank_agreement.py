@@ -29,6 +29,7 @@ assert [part.shape for part in gathered] == [(2, 3), (2, 3)]
 assert [part[0, 0].item() for part in gathered] == [1.0, 2.0]
 assert agreement.gather(mine if rank == 0 else None, (2, 3)) is None
 assert agreement.gather(None, (2, 3)) is None
+assert not agreement.holds_on_all(rank == 0) and agreement.holds_on_all(True)
 # Still in step after a rank had nothing.
 assert len(agreement.gather(mine, (2, 3))) == 2
 dist.destroy_process_group()
@@ -41,6 +42,8 @@ def test_a_single_rank_agrees_with_itself() -> None:
     values = torch.rand(3, dtype=torch.float64)
     assert agreement.gather(values, (3,)) == [values]
     assert agreement.gather(None, (3,)) is None
+    assert agreement.holds_on_all(True)
+    assert not agreement.holds_on_all(False)
     assert agreement.broadcast(b"table") == b"table"
     assert agreement.gather_bytes(b"table") == [b"table"]
     assert agreement.gather_bytes(b"") == [b""]

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 43_510),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 12_770),
+    "product": (PRODUCT, 43_530),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 12_790),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_000,
@@ -28,7 +28,7 @@ LIMITS = {
         14_800,
     ),
     "benchmarks": (("benchmarks",), 9_710),
-    "tests": (("tests",), 55_950),
+    "tests": (("tests",), 55_990),
     "tests/support": (("tests/support",), 5_640),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

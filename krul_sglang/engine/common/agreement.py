@@ -42,6 +42,10 @@ class RankAgreement:
             return None
         return [of_rank[1:].view(*shape) for of_rank in gathered]
 
+    def holds_on_all(self, flag: bool) -> bool:
+        """Whether a flag is set on every rank."""
+        return self.gather(torch.empty(0) if flag else None, (0,)) is not None
+
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Every rank's bytes, by rank."""
         if self._group is None:
