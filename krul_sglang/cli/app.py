@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -45,12 +46,14 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show krul's and SGLang's version.")] = False,
 ) -> None:
     if version:
         from krul_sglang import __version__
 
-        typer.echo(f"krul-sglang {__version__}")
+        # Importing SGLang takes seconds.
+        engine = metadata.version("sglang") if find_spec("sglang") else "is not installed"
+        typer.echo(f"krul-sglang {__version__}, SGLang {engine}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
