@@ -9,7 +9,7 @@ TEST_PROCESSES ?= 3
 IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-long peer-tests gpu-check mooncake lint format clean
+.PHONY: demo test test-long peer-tests gpu-check check-sglang mooncake lint format clean
 
 demo: $(STAMP)
 	$(BIN)/krul-sglang demo $(ARGS)
@@ -30,6 +30,10 @@ peer-tests: $(STAMP)
 # On a machine with an NVIDIA GPU: docs/gpu.md. ARGS="--long" takes hours, ARGS="--stages kernels" needs no SGLang.
 gpu-check: $(STAMP)
 	$(BIN)/python -m tests.gpu $(ARGS)
+
+# What another release of SGLang would break: make check-sglang VERSION=0.5.24
+check-sglang: $(STAMP)
+	VENV="$(VENV)" scripts/check_sglang.sh "$(VERSION)"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

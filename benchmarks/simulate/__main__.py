@@ -15,13 +15,14 @@ from benchmarks.planners import ALL_PLANNERS
 from benchmarks.runner import Result
 from benchmarks.simulate import hardware
 from benchmarks.simulate.codecs import Codec, decode_token_s, last_use, layer_token_bytes, make_codecs
-from benchmarks.simulate.hardware import Gpu, Link, Model, restore_costs
 from benchmarks.simulate.oracle.optimal import OptimalPlanner
 from benchmarks.simulate.pipeline import simulate
 from benchmarks.simulate.summary import summarize
 from benchmarks.tables import Columns, cell, source, table_of
 from krul_backend.planner.interface import DecodeCost, RestorePlan, RestorePlanner, RestoreProblem, StoredRun
 from krul_backend.planner.planners import LocalSearchPlanner
+from krul_sglang.sizing import on_paper
+from krul_sglang.sizing.on_paper import Gpu, Link, Model, restore_costs
 
 PAGE_SIZE = 16
 HISTORY_TOKENS = (1024, 2048, 4096, 8192, 32768, 131072)
@@ -55,10 +56,10 @@ def run() -> dict[str, Any]:
     return {
         "configuration": {
             "page_size": PAGE_SIZE,
-            "matmul_share": hardware.MATMUL_SHARE,
-            "attention_share": hardware.ATTENTION_SHARE,
-            "hbm_share": hardware.HBM_SHARE,
-            "layer_launch_s": hardware.LAYER_LAUNCH_S,
+            "matmul_share": on_paper.MATMUL_SHARE,
+            "attention_share": on_paper.ATTENTION_SHARE,
+            "hbm_share": on_paper.HBM_SHARE,
+            "layer_launch_s": on_paper.LAYER_LAUNCH_S,
             "models": [asdict(model) for model in hardware.MODELS],
             "platforms": [{"gpu": asdict(gpu), "link": asdict(link)} for gpu, link in hardware.PLATFORMS],
         },
@@ -186,7 +187,7 @@ def _map(planners: Mapping[str, RestorePlanner]) -> Iterator[dict[str, Any]]:
                 for history in MAP_HISTORY_TOKENS
             ]
             yield {
-                "hardware": hardware.A100.name,
+                "hardware": on_paper.A100.name,
                 "model": model.name,
                 "codec": codec.name,
                 "rates_gb_s": MAP_RATES_GB_S,
@@ -200,8 +201,8 @@ def _cell(
     planners: Mapping[str, RestorePlanner], model: Model, codec: Codec, rate_gb_s: float, history_tokens: int
 ) -> tuple[str, float]:
     """The winner and the gain of the planned restore on a link of ``rate_gb_s``."""
-    link = Link("link", rate_gb_s * 1e9, hardware.PCIE4.latency_s, is_shared=False)
-    problem = make_problem(hardware.A100, link, model, codec, history_tokens, NEW_TOKENS[0])
+    link = Link("link", rate_gb_s * 1e9, on_paper.PCIE4.latency_s, is_shared=False)
+    problem = make_problem(on_paper.A100, link, model, codec, history_tokens, NEW_TOKENS[0])
     ends_s = {name: planners[name].plan(problem).end_s for name in ("full-recompute", "full-load", PLANNED)}
     alone_s = min(ends_s["full-recompute"], ends_s["full-load"])
     return winner(ends_s), round(alone_s / ends_s[PLANNED], 3)

@@ -7,7 +7,6 @@ from functools import cache
 
 import torch
 
-from benchmarks.simulate.hardware import HBM_SHARE, Gpu, Model
 from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.options import CodecOptions, RetentionRule
@@ -15,6 +14,7 @@ from krul_backend.codec.pairs.selectors import num_shared_pairs
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.units import UnitPlan
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
+from krul_sglang.sizing.on_paper import HBM_SHARE, Gpu, Model
 
 LAYER_RATIO = 0.5
 """The paper's ``r_l``: half of the layers are in a pair."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.simulate import hardware
+from krul_sglang.sizing import on_paper
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -95,11 +96,11 @@ def _winners(rows: Rows, planned: str) -> list[dict[str, Any]]:
 def _paper_ratios(rows: Rows, planned: str) -> list[dict[str, Any]]:
     """How many times sooner planned restores end than the paper's baselines: Llama-7B on an A100."""
     result = []
-    for link, codec in product((hardware.PAPER_LINK, hardware.PCIE4), ("krul", "krul-int4")):
+    for link, codec in product((hardware.PAPER_LINK, on_paper.PCIE4), ("krul", "krul-int4")):
         ends_s = {
             (row["codec"], row["method"], row["history_tokens"]): row["end_s"]
             for row in rows
-            if row["hardware"] == hardware.A100.name
+            if row["hardware"] == on_paper.A100.name
             and row["tier"] == link.name
             and row["model"] == hardware.LLAMA_7B.name
             and row["new_tokens"] == PAPER_NEW_TOKENS

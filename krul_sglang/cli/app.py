@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from krul_backend.errors import ConfigError
+from krul_backend.memory import parse_bytes
 from krul_backend.one_line_errors import EXIT_FAILED, OneLineErrors
 from krul_sglang.models.find import BUNDLED, SMOLLM2, ModelError, find_model, smollm2_folder
 
@@ -24,6 +26,10 @@ _Options = Annotated[
         metavar="KEY=VALUE",
         help="One more option of krul's configuration, as --option strategy=subspace. Repeatable.",
     ),
+]
+_ModelPath = Annotated[str, typer.Option(help="Folder or hub name of the model, smollm2 or bundled.")]
+_TpSize = Annotated[
+    int, typer.Option(help="Ranks that share the model's heads, as the server's --tp-size.", min=1)
 ]
 _PIPE_WIDTH = 160
 """Columns of a table where there is no terminal."""
@@ -45,12 +51,14 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show krul's and SGLang's version.")] = False,
 ) -> None:
     if version:
         from krul_sglang import __version__
 
-        typer.echo(f"krul-sglang {__version__}")
+        # Importing SGLang takes seconds.
+        engine = metadata.version("sglang") if find_spec("sglang") else "is not installed"
+        typer.echo(f"krul-sglang {__version__}, SGLang {engine}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -361,7 +369,7 @@ def model(
 
 @app.command()
 def learn(
-    model_path: Annotated[str, typer.Option(help="Folder or hub name of the model, smollm2 or bundled.")],
+    model_path: _ModelPath,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -374,9 +382,7 @@ def learn(
             help="Text file, *.jsonl file or folder to learn from; repeatable. Default: the program's own."
         ),
     ] = None,
-    tp_size: Annotated[
-        int, typer.Option(help="Ranks that share the model's heads, as the server's --tp-size.", min=1)
-    ] = 1,
+    tp_size: _TpSize = 1,
     pieces: Annotated[int, typer.Option(help="Pieces of 1,024 tokens to learn from at most.", min=2)] = 24,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     revision: Annotated[str | None, typer.Option(help="Of a hub name, as the server's --revision.")] = None,
@@ -411,6 +417,57 @@ def learn(
         typer.echo(line)
 
 
+@app.command()
+def size(
+    model_path: _ModelPath,
+    host_memory: Annotated[str, typer.Option(help="Host memory for krul, such as 64GiB.")],
+    ssd: Annotated[str, typer.Option(help="Room on an SSD, such as 1TiB.")] = "0",
+    users: Annotated[int, typer.Option(help="Conversations that should be held.", min=1)] = 100,
+    turns: Annotated[int, typer.Option(help="Turns of a conversation.", min=1)] = 10,
+    turn_tokens: Annotated[int, typer.Option(help="Tokens of a turn, its answer with it.", min=1)] = 500,
+    new_tokens: Annotated[int, typer.Option(help="New tokens when it comes back.", min=1)] = 128,
+    tp_size: _TpSize = 1,
+    kv_bytes: Annotated[int, typer.Option(help="Bytes of a number in the pool: 1 for fp8.", min=1)] = 2,
+    ratio: Annotated[
+        float | None,
+        typer.Option(help="How many times smaller than bf16 bases are.", show_default="as measured", min=1),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="A100, H100 or H200, by its data sheet.")] = "H100",
+    link_gbs: Annotated[
+        float, typer.Option(help="GB/s from host memory to each GPU: 80% of PCIe 5 x16.", min=0.001)
+    ] = 51.2,
+    ssd_gbs: Annotated[float, typer.Option(help="GB/s from the SSD: 90% of 7 GB/s.", min=0.001)] = 6.3,
+) -> None:
+    """Compute how many conversations fit, and how soon one comes back, line by line.
+
+    Nothing is started. Rates are of data sheets and options, shares of them are assumed: serve and measure.
+
+    Example: krul-sglang size --model-path smollm2 --host-memory 64GiB --ssd 1TiB --users 500
+    """
+    from krul_sglang.models.checkpoint import Checkpoint
+    from krul_sglang.sizing.on_paper import BASES_RATIO, GPUS, read_model
+    from krul_sglang.sizing.report import Wanted, size_lines
+
+    if gpu not in GPUS:
+        raise ConfigError(f"--gpu {gpu} is not known; expected one of {', '.join(GPUS)}")
+    path = find_model(model_path, _tell, option="--model-path")
+    wanted = Wanted(
+        model=read_model(Checkpoint(path).config(), path, tp_size, kv_bytes),
+        host_bytes=_parse_size("--host-memory", host_memory),
+        ssd_bytes=_parse_size("--ssd", ssd),
+        users=users,
+        turns=turns,
+        turn_tokens=turn_tokens,
+        new_tokens=new_tokens,
+        ratio=BASES_RATIO if ratio is None else ratio,
+        gpu=GPUS[gpu],
+        link_bytes_s=1e9 * link_gbs,
+        ssd_bytes_s=1e9 * ssd_gbs,
+    )
+    for line in size_lines(wanted):
+        typer.echo(line)
+
+
 def _tell(line: str) -> None:
     typer.echo(line, err=True)
 
@@ -418,6 +475,13 @@ def _tell(line: str) -> None:
 def _check_timeout(seconds: float) -> None:
     if not seconds > 0:
         raise ConfigError(f"--timeout {seconds} is not possible; expected a number greater than 0")
+
+
+def _parse_size(option: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error
 
 
 def _parse_options(options: list[str]) -> dict[str, str]:

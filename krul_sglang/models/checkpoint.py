@@ -17,6 +17,7 @@ import orjson
 import psutil
 import xxhash
 
+from krul_backend.errors import ConfigError
 from krul_sglang.json_file import write_json
 
 logger = logging.getLogger(__name__)
@@ -73,10 +74,23 @@ class Checkpoint:
 
     def num_weight_bytes(self) -> int:
         """The size of the files with weights; 0 if there are none here."""
-        folder = Path(self.path).expanduser()
-        found = folder if folder.exists() else self._snapshot()
+        found = self._found()
         files = [] if found is None else [found] if found.is_file() else [*found.iterdir()]
         return sum(file.stat().st_size for file in files if file.suffix in _WEIGHT_SUFFIXES)
+
+    def config(self) -> Any:
+        """What its ``config.json`` says. Raises ConfigError if it is not here, or cannot be read."""
+        found = self._found()
+        if found is None:
+            raise ConfigError(f"{self.path} is no local folder, and not in the local hub cache")
+        try:
+            return orjson.loads((found / "config.json").read_bytes())
+        except (OSError, orjson.JSONDecodeError) as error:
+            raise ConfigError(f"{found / 'config.json'} cannot be read: {error}") from error
+
+    def _found(self) -> Path | None:
+        folder = Path(self.path).expanduser()
+        return folder if folder.exists() else self._snapshot()
 
     def _snapshot(self) -> Path | None:
         """The folder of this revision in the hub's local cache; None if it is not there."""

@@ -16,13 +16,13 @@ from typing import Any
 
 import httpx
 
-from benchmarks.simulate.hardware import PCIE5, Model
-from benchmarks.simulate.timeline import count_steps, predict
+from benchmarks.simulate.timeline import count_steps
 from benchmarks.tables import RESULTS
 from benchmarks.tiers.timing import percentile
 from krul_sglang.cli.selftest import ProbeAnswer, SelftestConfig, run_selftest
 from krul_sglang.demo.server import ServerProcess, wait_for_saves
 from krul_sglang.json_file import quantiles
+from krul_sglang.sizing.on_paper import PCIE5, Model, predict
 from krul_sglang.traced_restore import RESTORES, TracedRestore
 from tests.gpu.serving import open_server, server_facts
 from tests.gpu.stage import LeftOut, Setting, Stage

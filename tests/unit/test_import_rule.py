@@ -34,6 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "daemon.__main__": {"daemon.cli"},
     "models": {"config"},
     "learning": {"attention", "codec", "models"},
+    "sizing": {"learning", "planner"},
     "engine.common": {"codec", "config", "daemon.client", "models"},
     "engine.capture": {"attention"},
     "engine.save": {
@@ -51,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "config": {"codec", "planner", "strategy", "tiers.common"},
     "demo": {"adapter", "config"},
-    "cli": {"adapter", "config", "demo", "learning", "models", "strategy", "tiers.ssd"},
+    "cli": {"adapter", "config", "demo", "learning", "models", "sizing", "strategy", "tiers.ssd"},
 }
 """The rooms, of both packages, and of which others each imports. Modules that lie in no room import of none,
 and any room may import of them."""

@@ -8,19 +8,11 @@ from benchmarks.figures import draw_simulate
 from benchmarks.simulate import summary, timeline
 from benchmarks.simulate.__main__ import make_problem, winner
 from benchmarks.simulate.codecs import decode_token_s, last_use, layer_token_bytes, make_codecs
-from benchmarks.simulate.hardware import (
-    A100,
-    H100,
-    LLAMA3_70B,
-    LLAMA_7B,
-    MATMUL_SHARE,
-    PAPER_LINK,
-    PCIE4,
-    network,
-    restore_costs,
-)
+from benchmarks.simulate.hardware import LLAMA3_70B, LLAMA_7B, PAPER_LINK, network
 from benchmarks.simulate.pipeline import simulate
 from krul_backend.planner.planners import make_planner
+from krul_sglang.sizing import on_paper
+from krul_sglang.sizing.on_paper import A100, H100, MATMUL_SHARE, PCIE4, restore_costs
 
 CODECS = {codec.name: codec for codec in make_codecs(32)}
 
@@ -120,7 +112,7 @@ def test_a_timeline_adds_counted_launches_to_copies() -> None:
 
 def test_a_timeline_gets_longer_with_launches_and_tokens_and_shorter_by_plans() -> None:
     model = timeline.MODELS["Llama-3-70B, TP 8"]
-    few, many = timeline.Steps(2e-5, 4e-5), timeline.Steps(1e-3, 1e-3)
+    few, many = on_paper.Steps(2e-5, 4e-5), on_paper.Steps(1e-3, 1e-3)
     at = {
         (steps.layer_s, tokens): timeline.predict(model, PCIE4, steps, tokens, 128)
         for steps in (few, many)
