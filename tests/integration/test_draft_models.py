@@ -146,8 +146,8 @@ def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 def krul_server(models: dict[str, Path], mode: Mode) -> ForkedServer:
     args = (
-        # Room for all: what memory evicts of a draft alone would be missing.
-        *small_krul_server_args(POOL_TOKENS, {"host_memory": "1GiB", **mode.options}),
+        # Host memory of the usual size is too small for both models' KV with pages of one token.
+        *small_krul_server_args(POOL_TOKENS, mode.options),
         *("--page-size", str(mode.page_size)),
         *mode.speculation.args(models),
         *mode.args,
@@ -280,16 +280,13 @@ def test_draft_kv_comes_back_with_the_target_s(restored: Restored) -> None:
         assert draft["dropped_turns"] > 0
         assert draft["stored_tokens"] < restored.stats["offload"]["tokens"]
     else:
-        # Nearly all: pages of one token were seen to come back without some of it.
-        num_missing = draft["missing_tokens"]
-        assert num_missing < 0.1 * loaded
-        assert draft["restored_tokens"] + num_missing == loaded
+        assert (draft["restored_tokens"], draft["missing_tokens"]) == (loaded, 0)
         offload = restored.stats["offload"]
         # On a busy machine a turn may be evicted while it is stored.
         num_evicted = offload["dropped_turns"].get("evicted", 0)
-        if not num_missing:
-            assert draft["dropped_turns"] <= num_evicted
-        if not num_evicted and not num_missing:
+        assert draft["dropped_turns"] <= num_evicted
+        # A target's KV that left is stored again, beside what is left of its draft's.
+        if not num_evicted and not restored.stats["evicted_segments"]:
             assert draft["stored_tokens"] == offload["tokens"]
 
 

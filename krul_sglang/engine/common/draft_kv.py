@@ -86,7 +86,8 @@ class DraftKV:
     def identity_for(self, target: ModelIdentity) -> ModelIdentity:
         """Of draft KV that was computed with ``target``: it depends on both models."""
         names = (self.algorithm, self._own.config_digest, target.config_digest)
-        return replace(self._own, config_digest=hashlib.sha256(" ".join(names).encode()).hexdigest())
+        digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
+        return replace(self._own, config_digest=digest, target=target.fingerprint)
 
     def note_restored(self, slots: torch.Tensor, num_restored: int) -> None:
         """The target's KV of ``slots`` (int64 ``[T]``) was restored, the draft's of the first of them.
