@@ -27,8 +27,8 @@ LIMITS = {
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         14_800,
     ),
-    "benchmarks": (("benchmarks",), 9_710),
-    "tests": (("tests",), 55_960),
+    "benchmarks": (("benchmarks",), 9_790),
+    "tests": (("tests",), 55_980),
     "tests/support": (("tests/support",), 5_640),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
