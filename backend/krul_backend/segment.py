@@ -17,7 +17,7 @@ from krul_backend.errors import ManifestError
 
 TokenIds = npt.NDArray[np.int32]
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Version of the manifest, every codec's block layout and the SSD's files; part of models' fingerprints."""
 
 MAX_CODEC_PARAMS_BYTES = 256 << 10
@@ -53,6 +53,7 @@ class ModelIdentity:
     ``config_digest`` covers the architecture, RoPE settings and the weights' identity as far as they can be
     known; ``dtype`` is the KV pool's element type (``"bfloat16"``), of fp8 KV with a digest of its scales;
     ``num_kv_heads`` and the head sizes are those of one tensor-parallel rank; ``page_size`` is in tokens.
+    ``target``: of a draft model the fingerprint of its target, whose pages have the same keys.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ModelIdentity:
     page_size: int
     tp_rank: int
     tp_size: int
+    target: str = ""
 
     @cached_property
     def fingerprint(self) -> str:

@@ -15,7 +15,13 @@ import orjson
 from benchmarks import runner
 from benchmarks.runner import Result, names, numbers
 from benchmarks.serving import divergence, rows, tables
-from benchmarks.serving.configuration import CLIENTS, Configuration, ServingBenchmarkError
+from benchmarks.serving.configuration import (
+    ALGORITHMS,
+    CLIENTS,
+    SPECULATIVE,
+    Configuration,
+    ServingBenchmarkError,
+)
 from benchmarks.serving.run import run
 from benchmarks.tables import Columns, table_of
 from krul_sglang.models.find import find_model
@@ -47,6 +53,8 @@ def run_serving(
         }
         for name in ("krul_options", "compressed_options"):
             options[name] = _json_object(f"--{name.replace('_', '-')}", options[name])
+        if given.speculative is not None:
+            options["servers"] = (*given.servers, *(f"{name}+{SPECULATIVE}" for name in given.servers))
         options |= {
             "model_path": find_model(given.model, logger.info, option="--model"),
             "server_args": tuple(given.server_args),
@@ -96,6 +104,8 @@ def make_serving_parser(name: str, description: str, defaults: Configuration) ->
     )
     add("--think-time", "least seconds from an answer to the next turn", to="think_time_s", type=float)
     add("--no-settle", "ask while a server may still store a turn", to="settles", action="store_false")
+    add("--speculative", "each server a second time, drafting: " + ", ".join(ALGORITHMS))
+    add("--draft-model", "its folder, instead of the model itself, or of random weights", type=Path)
     add("--device-tokens", "small pool, instead of 1.25 x the longest conversation", type=int)
     add("--host-memory", "of each krul server, as 256MiB, instead of enough for all")
     add("--host-share", "the same, as a share of what all conversations take uncompressed", type=float)

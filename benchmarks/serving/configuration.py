@@ -20,6 +20,9 @@ VARIANTS = {"lru": {"eviction": "lru"}, "no-prefetch": {}, "hints": {}}
 
 Each request to one with ``hints`` names its conversation and says that it returns after the think time.
 """
+SPECULATIVE = "speculative"
+"""Follows a ``+`` in the name of any server: it drafts as ``--speculative`` says."""
+ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3")
 CLIENTS = ("krul", "bench_serving", "divergence")
 
 COMPRESSED_OPTIONS = {"strategy": SUBSPACE}
@@ -49,6 +52,8 @@ class Configuration:
         rotates: each conversation asks its next turn as soon as the last was answered and thought about, so
             that turns of all of them always wait; a server plays all turns before another one begins.
         think_time_s: least time between the answer to a turn and the next turn of the conversation.
+        speculative: one of ``ALGORITHMS``, for servers that speculate; ``draft_model``: the draft's folder,
+            None the model itself with STANDALONE, and random weights with EAGLE and EAGLE3.
         settles: whether a server finishes what it does after its answers before another one is asked.
         device_tokens: of the small pool; None is 1.25 times the longest conversation.
         host_memory: of each krul server; None holds everything. ``ssd``: capacity of an SSD tier, if any.
@@ -73,6 +78,8 @@ class Configuration:
     rotates: bool = False
     think_time_s: float = 0.0
     settles: bool = True
+    speculative: str | None = None
+    draft_model: Path | None = None
     device_tokens: int | None = None
     host_memory: str | None = None
     host_share: float | None = None
@@ -89,6 +96,12 @@ class Configuration:
 
     def __post_init__(self) -> None:
         _check_servers(self.servers)
+        if self.speculative not in (None, *ALGORITHMS):
+            raise ServingBenchmarkError(
+                f"--speculative: no {self.speculative!r}; accepted are {', '.join(ALGORITHMS)}"
+            )
+        if (self.speculative is None) == any(has_variant(name, SPECULATIVE) for name in self.servers):
+            raise ServingBenchmarkError(f"--speculative names what servers of +{SPECULATIVE} do, give both")
         if self.client not in CLIENTS:
             raise ServingBenchmarkError(f"--client: no {self.client!r}; accepted are {', '.join(CLIENTS)}")
         if self.conversations is not None and self.data is not None:
@@ -173,7 +186,7 @@ class Configuration:
         }
         options = {**self.krul_options, **own[base]}
         for variant in variants:
-            options |= VARIANTS[variant]
+            options |= VARIANTS.get(variant, {})
         return options
 
     def error_budget_of(self, name: str) -> float | None:
@@ -183,7 +196,7 @@ class Configuration:
         return KrulConfig.from_mapping(self.options_of(name), f"options of {name!r}").error_budget
 
     def to_json(self) -> dict[str, Any]:
-        names = ("model_path", "conversations", "data")
+        names = ("model_path", "conversations", "data", "draft_model")
         paths = {name: getattr(self, name) for name in names}
         return {
             **asdict(self),
@@ -201,9 +214,14 @@ def has_variant(name: str, variant: str) -> bool:
     return variant in name.split("+")[1:]
 
 
+def of_kind(base: str, name: str) -> str:
+    """The server ``base`` that drafts if the server of this name does: what it is compared with."""
+    return f"{base}+{SPECULATIVE}" if has_variant(name, SPECULATIVE) else base
+
+
 def _check_servers(names: Collection[str]) -> None:
     for name in names:
-        base, *variants = name.split("+")
+        base, *variants = name.removesuffix(f"+{SPECULATIVE}").split("+")
         if base not in SERVERS or (variants and not is_krul(name)) or not VARIANTS.keys() >= {*variants}:
             raise ServingBenchmarkError(
                 f"--configurations: no {name!r}; accepted are {', '.join(SERVERS)}; "

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.runner import Result, without_samples
+from benchmarks.serving.configuration import of_kind
 from benchmarks.serving.servers import Counts
 from benchmarks.tiers.timing import percentile
 from krul_sglang.demo.conversations import Conversation
@@ -98,16 +99,18 @@ def ratios(ttft_s: Mapping[str, Sequence[float]], name: str) -> dict[str, Any]:
     """How a server compares with others, turn by turn; a key is left out if its server did not run.
 
     ``times_sooner_than_recompute`` and ``times_sooner_than_full_load`` are over 1 where this server is
-    sooner, ``times_of_device`` where it is later.
+    sooner, ``times_of_device`` where it is later. One that drafts is compared with one that does.
     """
     found: dict[str, Any] = {}
-    for slower in ("recompute", "full-load"):
+    for base in ("recompute", "full-load"):
+        slower = of_kind(base, name)
         if slower in ttft_s and name != slower:
             pairs = zip(ttft_s[slower], ttft_s[name], strict=True)
-            field = f"times_sooner_than_{slower.replace('-', '_')}"
+            field = f"times_sooner_than_{base.replace('-', '_')}"
             found[field] = quantiles([other / own for other, own in pairs])
-    if "device" in ttft_s and name != "device":
-        pairs = zip(ttft_s["device"], ttft_s[name], strict=True)
+    device = of_kind("device", name)
+    if device in ttft_s and name != device:
+        pairs = zip(ttft_s[device], ttft_s[name], strict=True)
         found["times_of_device"] = quantiles([own / other for other, own in pairs])
     return found
 
@@ -124,9 +127,10 @@ def cost_of_krul(turns: Mapping[str, Sequence[TurnResult]], name: str) -> dict[s
     Nothing is found in a first turn, and no token after the first depends on how the prompt was computed:
     this is what krul costs where it cannot help. Empty for ``recompute``, or without it.
     """
-    if "recompute" not in turns or name == "recompute":
+    base = of_kind("recompute", name)
+    if base not in turns or name == base:
         return {}
-    pairs = list(zip(turns["recompute"], turns[name], strict=True))
+    pairs = list(zip(turns[base], turns[name], strict=True))
     first = [own.ttft_s / other.ttft_s for other, own in pairs if own.turn == 1]
     decoding = [own.tpot_s / other.tpot_s for other, own in pairs if own.tpot_s and other.tpot_s]
     found = {"first_turn_times_of_recompute": quantiles(first)}

@@ -16,7 +16,13 @@ import orjson
 import psutil
 
 from benchmarks.planners import COMPARED
-from benchmarks.serving.configuration import Configuration, ServingBenchmarkError, has_variant, is_krul
+from benchmarks.serving.configuration import (
+    SPECULATIVE,
+    Configuration,
+    ServingBenchmarkError,
+    has_variant,
+    is_krul,
+)
 from benchmarks.serving.slow_ssd import SlowSsdDaemon
 from krul_backend.memory import parse_bytes
 from krul_backend.strategy.strategy import SUBSPACE
@@ -152,19 +158,22 @@ def make_server(name: str, configuration: Configuration, pools: PoolSizes, folde
 
     Bases of the model are those in the user's cache directory, where they are learned if they are missing.
     """
-    pool_tokens = pools.reference_tokens if name == "device" else pools.device_tokens
+    is_reference = name.split("+")[0] == "device"
+    pool_tokens = pools.reference_tokens if is_reference else pools.device_tokens
     args = [
         *("--page-size", str(configuration.page_size)),
         *("--dtype", dtype(configuration)),
         *configuration.server_args,
         *("--max-total-tokens", str(pool_tokens)),
     ]
+    if has_variant(name, SPECULATIVE):
+        args += _speculation(configuration, folder)
     options = daemon = None
     if is_krul(name):
         options = configuration.options_of(name)
         values = {
             "cache_dir": str(folder / name),
-            "host_memory": host_memory_bytes(configuration, pools),
+            "host_memory": host_memory_bytes(configuration, pools, name),
             **options,
         }
         if options.get("strategy") == SUBSPACE:
@@ -188,6 +197,42 @@ def make_server(name: str, configuration: Configuration, pools: PoolSizes, folde
         module = WITH_PLANNERS
     process.command[process.command.index("sglang.launch_server")] = module
     return Server(name, pool_tokens, options, process, daemon)
+
+
+def _speculation(configuration: Configuration, folder: Path) -> list[str]:
+    """Arguments of a server that drafts. Drafts of an EAGLE with random weights are not accepted: restores
+    take the same time."""
+    algorithm, load_format = configuration.speculative, "auto"
+    if algorithm == "NGRAM":
+        # SGLang's default capacity takes 2 GB; with pages of several tokens it takes no broader trees.
+        return [
+            *("--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", "4"),
+            *("--speculative-ngram-capacity", "100000", "--speculative-ngram-max-bfs-breadth", "1"),
+        ]
+    draft = configuration.draft_model or Path(configuration.model_path)
+    if configuration.draft_model is None and algorithm != "STANDALONE":
+        draft, load_format = _random_eagle(draft, folder / "draft", is_third=algorithm == "EAGLE3"), "dummy"
+    return [
+        *("--speculative-algorithm", str(algorithm), "--speculative-draft-model-path", str(draft)),
+        *("--speculative-draft-load-format", load_format, "--speculative-num-steps", "3"),
+        *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+    ]
+
+
+def _random_eagle(model: Path, draft: Path, *, is_third: bool) -> Path:
+    """A folder of a draft for a Llama: one layer like the model's, without weights."""
+    draft.mkdir(exist_ok=True)
+    for path in model.glob("*token*"):
+        shutil.copyfile(path, draft / path.name)
+    config = orjson.loads((model / "config.json").read_bytes())
+    last = config["num_hidden_layers"] - 1
+    config |= {"tie_word_embeddings": False, "num_hidden_layers": 1}
+    config["architectures"] = [f"LlamaForCausalLMEagle{'3' * is_third}"]
+    if is_third:
+        layers = {"eagle_aux_hidden_state_layer_ids": [0, last // 2, last - 1]}
+        config |= {"draft_vocab_size": None, "eagle_config": layers}
+    (draft / "config.json").write_bytes(orjson.dumps(config))
+    return draft
 
 
 def _slow_daemon(values: Mapping[str, Any], runtime_dir: Path, read_mbs: float) -> SlowSsdDaemon:
@@ -246,13 +291,15 @@ def dtype(configuration: Configuration) -> str:
     return default_dtype() if configuration.dtype is None else configuration.dtype
 
 
-def host_memory_bytes(configuration: Configuration, pools: PoolSizes) -> int:
-    """What is asked for, or enough for all conversations as they are, uncompressed."""
+def host_memory_bytes(configuration: Configuration, pools: PoolSizes, name: str = "native") -> int:
+    """What is asked for, or enough for all conversations as they are, uncompressed, on the server ``name``:
+    a draft model has KV of its own, at most as much."""
     if configuration.host_memory is not None:
         return parse_bytes(configuration.host_memory)
     if configuration.host_share is not None:
         return _share_bytes(configuration.host_share, configuration, pools)
     needed = math.ceil(_HOST_MEMORY_SLACK * pools.total_tokens) * kv_token_bytes(configuration)
+    needed *= 2 if has_variant(name, SPECULATIVE) else 1
     return max(needed, _MIN_HOST_MEMORY_BYTES)
 
 

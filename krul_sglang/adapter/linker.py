@@ -17,6 +17,7 @@ from krul_backend.errors import HintError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.hint import SessionName
 from krul_sglang.adapter.runtime import KrulRuntime
+from krul_sglang.engine.budget import show
 from krul_sglang.engine.common.asking import LatestAnswer
 from krul_sglang.engine.common.step_times import StepTimes, timed
 from krul_sglang.engine.save import RequestHints, StoredPath, Turn, TurnOwner
@@ -174,6 +175,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 num_forwards=req.spec_verify_ct,
                 num_accepted=req.spec_num_correct_drafts,
             )
+            for name, (meaning, value) in self.draft.gauges().items():
+                show(f"draft_{name}", meaning, value, self._setup.restore_agreement.rank)
 
     @timed
     def ended_turn(self, path: StoredPath, owner: TurnOwner) -> Turn:

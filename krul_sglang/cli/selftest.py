@@ -74,11 +74,14 @@ class ProbeAnswer:
 
 @dataclass(frozen=True)
 class SelftestResult:
+    """``draft_tokens``: restored tokens whose draft KV came, too; None without a draft model."""
+
     config: SelftestConfig
     limits: ServerLimits
     cold: ProbeAnswer
     again: ProbeAnswer
     noise_tokens: int
+    draft_tokens: int | None = None
     timestamp: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
@@ -137,7 +140,15 @@ class SelftestResult:
 
     @property
     def verdict(self) -> str:
-        """The result as one plain sentence."""
+        """The result in plain words; of drafts it says only what changes no answer."""
+        if self.draft_tokens is None:
+            return self._verdict_on_answers
+        came = "all" if self.draft_tokens >= self.again.host_tokens else f"{self.draft_tokens}"
+        hint = "" if came == "all" else ": fewer drafts are accepted after restores"
+        return f"{self._verdict_on_answers} Draft KV came back for {came} of the tokens{hint}."
+
+    @property
+    def _verdict_on_answers(self) -> str:
         taken = f"{self.again.host_tokens} of {self.again.prompt_tokens} prompt tokens"
         if self.host_share < self.config.min_host_share:
             hint = (
@@ -178,6 +189,7 @@ class SelftestResult:
             "first_difference": self.first_difference,
             "tie_margin": self.tie_margin,
             "max_logprob_difference": self.max_logprob_difference,
+            "draft_tokens": self.draft_tokens,
             "noise_tokens": self.noise_tokens,
             "configuration": asdict(self.config),
             "server": asdict(self.limits),
@@ -222,7 +234,18 @@ def run_selftest(config: SelftestConfig, *, api_key: str | None = None) -> Selft
         # Storing is asynchronous: noise that comes at once could push out what is still being copied.
         time.sleep(min(_STORE_DELAY_S, config.timeout_s))
         _make_noise(client, salt, vocabulary, noise_tokens, limits, deadline)
-        return SelftestResult(config, limits, cold, _ask(client, prompt), noise_tokens)
+        before = _num_drafts_restored(client)
+        again = _ask(client, prompt)
+        now = _num_drafts_restored(client)
+        num_drafts = None if now is None or before is None else now - before
+        return SelftestResult(config, limits, cold, again, noise_tokens, num_drafts)
+
+
+def _num_drafts_restored(client: httpx.Client) -> int | None:
+    """Tokens that the server has restored with their draft KV; None without a draft model."""
+    state = states_with_krul(client, request(client, "GET", "/server_info"))[0]
+    draft = (state.get("krul") or {}).get("draft")
+    return None if draft is None else int(draft["restored_tokens"])
 
 
 def _read_limits(client: httpx.Client) -> ServerLimits:

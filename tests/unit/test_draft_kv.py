@@ -220,3 +220,5 @@ def test_acceptance_is_counted_apart_after_restores(draft: Draft) -> None:
     shown = draft.kv.as_dict()
     assert shown["after_restores"] == {"turns": 2, "forwards": 5, "accepted": 9}
     assert shown["others"] == {"turns": 1, "forwards": 2, "accepted": 1}
+    lengths = [draft.kv.gauges()[f"accept_length_{turns}"][1] for turns in ("restored", "others")]
+    assert lengths == [1 + 9 / 5, 1.5]

@@ -311,6 +311,26 @@ def test_tails_leave_before_heads_and_whole_segments_leave(store: HostStore) -> 
     assert recent in stored_ids(store)
 
 
+@pytest.mark.parametrize("is_fast_copy", [False, True])
+def test_kv_of_a_draft_model_leaves_after_its_targets(is_fast_copy: bool) -> None:
+    now_s = [0.0]
+    store = HostStore(4096, LruPolicy(), clock=lambda: now_s[0])
+    of_draft = dataclasses.replace(make_model("draft"), target=MODEL.fingerprint)
+    draft, _ = put(store, "c", 0, 2, sizes=(448, 64), model=of_draft)
+    put(store, "x", 0, 3, sizes=(3520, 64))
+    target, _ = put(store, "c", 0, 1, sizes=(448, 64), is_fast_copy=is_fast_copy)
+    assert set(stored_ids(store)) == {draft, target}, "its target's was still to come"
+    now_s[0] = 60.0
+    lease = store.lease(MODEL, page_keys("c", 0, 1), tokens_of(page_keys("c", 0, 1)))
+    assert lease is not None
+    assert store.reserve((3520, 64)) is None, "only its target's may leave"
+    store.release(lease)
+    first, _ = put(store, "y", 0, 1, sizes=(3520, 64))
+    assert set(stored_ids(store)) == {draft, first}
+    second, _ = put(store, "z", 0, 1, sizes=(4032, 64))
+    assert stored_ids(store) == [second]
+
+
 def test_committing_a_turn_keeps_the_head_of_its_conversation(store: HostStore) -> None:
     head, _ = put(store, "old", 0, 1, sizes=(960, 64))
     other, _ = put(store, "other", 0, 1, sizes=(960, 64))

@@ -34,6 +34,7 @@ class FakeServer:
     again_device_tokens: int = 0
     again_answer: tuple[int, ...] = ANSWER
     top_logprobs: dict[int, float] = field(default_factory=dict)
+    drafts_again: int | None = None
     api_key: str | None = None
     not_found: bool = False
     seen: list[list[int]] = field(default_factory=list)
@@ -48,6 +49,10 @@ class FakeServer:
                 "radix_cache_backend": "krul",
                 "internal_states": [{}],
             }
+            if self.drafts_again is not None:
+                is_again = self.seen.count(self.seen[-1]) == 2 if self.seen else False
+                restored = 100 + self.drafts_again * is_again
+                info["internal_states"] = [{"krul": {"draft": {"restored_tokens": restored}}}]
             return {**info, **self.info}
         if path == "/tokenize":
             return {"tokens": list(range(300, 380)), "count": 80, "max_model_len": 8192}
@@ -118,6 +123,14 @@ def test_passes_when_host_memory_gives_the_same_answer(server: FakeServer) -> No
     noise = server.seen[1:-1]
     assert sum(map(len, noise)) >= 1.25 * server.pool_tokens
     assert max(map(len, noise)) <= server.pool_tokens // 2
+
+
+@pytest.mark.parametrize(("num_drafts", "came"), [(592, "all of"), (16, "16 of the tokens: fewer drafts")])
+def test_it_says_whether_drafts_came_back(server: FakeServer, num_drafts: int, came: str) -> None:
+    server.drafts_again = num_drafts
+    result = run_selftest(SelftestConfig(server.url))
+    assert (result.passed, result.draft_tokens) == (True, num_drafts)
+    assert f"Draft KV came back for {came}" in result.verdict
 
 
 def test_two_probes_use_different_prompts(server: FakeServer) -> None:

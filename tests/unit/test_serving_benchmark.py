@@ -35,7 +35,7 @@ from benchmarks.serving.conversations import (
     recorded_conversations,
 )
 from benchmarks.serving.load import order_of_servers, play, schedule
-from benchmarks.serving.rows import hit_rate_by_tier, of_tiers, row, summarize, theoretical_hit_rate
+from benchmarks.serving.rows import hit_rate_by_tier, of_tiers, ratios, row, summarize, theoretical_hit_rate
 from benchmarks.serving.servers import Counts, Server
 from benchmarks.serving.tables import COLUMNS, rows_table
 from benchmarks.tables import RESULTS
@@ -122,6 +122,8 @@ def test_unusable_data_is_refused(tmp_path: Path) -> None:
         (["--configurations", "native,native"], "each once"),
         (["--configurations", "recompute+lru"], "no 'recompute+lru'"),
         (["--configurations", "native+fifo"], "no 'native+fifo'"),
+        (["--speculative", "GUESSES"], "no 'GUESSES'; accepted are NGRAM, STANDALONE"),
+        (["--configurations", "native+speculative,recompute"], "give both"),
         (["--configurations", "native,device", "--at-once", "1"], "has to be in the first group"),
         (["--rotate", "--rate", "2"], "--rotate: leave --rate out"),
         (["--host-share", "0"], "--host-share 0"),
@@ -193,6 +195,16 @@ def test_variants_have_their_options_and_servers_run_in_groups() -> None:
     assert settings.options_of("native") == {"eviction": "value"}
     assert settings.options_of("native+lru+no-prefetch") == {"eviction": "lru"}
     assert settings.options_of("compressed+lru") == {"eviction": "lru", "strategy": "subspace"}
+
+
+def test_servers_that_draft_are_compared_with_each_other() -> None:
+    names = ("recompute", "native", "recompute+speculative", "native+lru+speculative")
+    settings = configuration(servers=names, speculative="NGRAM")
+    assert settings.options_of("native+lru+speculative") == {"eviction": "lru"}
+    ttft_s = dict(zip(names, ([8.0], [4.0], [6.0], [2.0]), strict=True))
+    found = [ratios(ttft_s, name)["times_sooner_than_recompute"]["median"] for name in names[1::2]]
+    assert found == [2.0, 3.0]
+    assert ratios(ttft_s, "recompute+speculative") == {}
 
 
 def test_arrivals_are_a_poisson_process_of_the_seed() -> None:

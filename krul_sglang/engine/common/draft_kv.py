@@ -22,6 +22,11 @@ class Acceptance:
     forwards: int = 0
     accepted: int = 0
 
+    @property
+    def accept_length(self) -> float:
+        """Tokens that a forward brought: the drafted ones, and one of its own; 0 before the first."""
+        return 1 + self.accepted / self.forwards if self.forwards else 0.0
+
 
 @dataclass
 class DraftCounters:
@@ -86,7 +91,8 @@ class DraftKV:
     def identity_for(self, target: ModelIdentity) -> ModelIdentity:
         """Of draft KV that was computed with ``target``: it depends on both models."""
         names = (self.algorithm, self._own.config_digest, target.config_digest)
-        return replace(self._own, config_digest=hashlib.sha256(" ".join(names).encode()).hexdigest())
+        digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
+        return replace(self._own, config_digest=digest, target=target.fingerprint)
 
     def note_restored(self, slots: torch.Tensor, num_restored: int) -> None:
         """The target's KV of ``slots`` (int64 ``[T]``) was restored, the draft's of the first of them.
@@ -123,3 +129,13 @@ class DraftKV:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``/server_info``."""
         return {"algorithm": self.algorithm, **asdict(self.counters)}
+
+    def gauges(self) -> dict[str, tuple[str, float]]:
+        """What the server's metrics page shows: by name its meaning, and its value."""
+        counters, length = self.counters, "Tokens per verifying forward, in turns "
+        return {
+            "restored_tokens": ("Restored tokens that came back with draft KV.", counters.restored_tokens),
+            "missing_tokens": ("Restored tokens that came back without it.", counters.missing_tokens),
+            "accept_length_restored": (f"{length}after restores.", counters.after_restores.accept_length),
+            "accept_length_others": (f"{length}that needed none.", counters.others.accept_length),
+        }

@@ -11,6 +11,7 @@ from typing import Any
 from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
 from krul_backend.planner import OnlineCosts
+from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy import Strategy
 from krul_backend.tiers.common.hint import NO_HINT
@@ -57,17 +58,14 @@ class DraftSaver:
 
         ``pause``: see ``TurnEncoding.encode``; ``is_wanted``, ``reading``: as for ``SegmentWriter.write``.
         """
-        counters = self._draft.counters
+        counters, identity = self._draft.counters, self._draft.identity_for(turn.model)
+        write: Callable[..., bool] = self.writer.write
+        write = partial(write, turn, stream=stream, is_wanted=is_wanted, reading=reading, model=identity)
         try:
-            if not turn.hint.drop and not self._has_saved(turn, stream, pause, is_wanted, reading):
+            if not turn.hint.drop and not self._has_saved(turn, identity, pause, write):
                 counters.dropped_turns += 1
             if turn.hint != NO_HINT or turn.session is not None:
-                self._store.advise(
-                    turn.hint,
-                    model=self._draft.identity_for(turn.model),
-                    page_keys=turn.page_keys,
-                    session=turn.session,
-                )
+                self._store.advise(turn.hint, model=identity, page_keys=turn.page_keys, session=turn.session)
         except KeyError:
             logger.debug("krul: nothing is stored of a turn's draft KV")
         except Exception:
@@ -76,25 +74,15 @@ class DraftSaver:
         counters.stored_tokens, counters.num_bytes = self._written.tokens, self._written.num_bytes
 
     def _has_saved(
-        self,
-        turn: Turn,
-        stream: Any,
-        pause: Callable[[], None],
-        is_wanted: Callable[[], bool],
-        reading: Reading,
+        self, turn: Turn, identity: ModelIdentity, pause: Callable[[], None], write: Callable[..., bool]
     ) -> bool:
-        identity = self._draft.identity_for(turn.model)
         num_pages = self._draft.num_fresh(turn.slots) // identity.page_size
         for run in self._store.find_missing(identity, turn.page_keys[:num_pages]):
             for first in range(run.start, run.stop, self._segment_pages):
                 pages = range(first, min(first + self._segment_pages, run.stop))
                 start, end = pages.start * identity.page_size, pages.stop * identity.page_size
                 read = partial(self._read, turn, start, end)
-                encoded = self._encoding.encode(0, TokenRun(read, start, end - start), pause)
-                is_saved = self.writer.write(
-                    turn, pages, encoded, stream, is_wanted=is_wanted, reading=reading, model=identity
-                )
-                if not is_saved:
+                if not write(pages, self._encoding.encode(0, TokenRun(read, start, end - start), pause)):
                     return False
         return num_pages == len(turn.page_keys)
 

@@ -152,6 +152,11 @@ class PageIndex(Generic[SegmentT]):
         entries = (pages.get(key) for key in page_keys)
         return [entry[0] for entry in entries if entry is not None]
 
+    def has_target(self, segment: SegmentT) -> bool:
+        """Whether a page is indexed of the target for whose draft model a segment is stored."""
+        pages = self._pages.get(segment.manifest.model.target)
+        return pages is not None and any(key in pages for key in segment.manifest.page_keys)
+
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         """The maximal runs of ``page_keys`` that are not indexed, as ascending ranges of their positions."""
         pages = self._pages.get(model.fingerprint, {})

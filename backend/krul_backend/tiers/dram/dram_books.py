@@ -35,6 +35,9 @@ MAX_PINNED_SHARE = 0.5
 LOCK_PAUSE_S = 1e-4
 """Pause between two holds of the store's lock."""
 
+_TARGET_COMES_S = 10.0
+"""A draft model's KV is stored before its target's, and stays meanwhile."""
+
 
 @dataclass
 class DramCounters:
@@ -227,8 +230,13 @@ class DramBooks:
         return Candidate(segment, segment.ranges, segment.taken_bytes, before)
 
     def _is_idle(self, segment: StoredSegment) -> bool:
-        """Whether an indexed segment may be evicted."""
-        return segment.num_pins == 0 and not self.pins.remaining_s(segment.segment_id)
+        """Whether an indexed segment may be evicted: that of a draft model after its target's only."""
+        if segment.num_pins or self.pins.remaining_s(segment.segment_id):
+            return False
+        if not segment.manifest.model.target:
+            return True
+        is_new = self.clock() - segment.last_used_s < _TARGET_COMES_S
+        return not (is_new or self.index.has_target(segment) or self.fast_copies.has_target(segment))
 
     # Segments
 
