@@ -25,6 +25,7 @@ from krul_sglang.adapter.unsupported import (
 )
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common.moved_runs import MOVED_TOKENS
+from krul_sglang.reasons import REASONS
 from krul_sglang.traced_restore import RESTORES
 
 logger = logging.getLogger(__name__)
@@ -340,10 +341,11 @@ def add_moved_tokens(result: Any, streamer: Any, req: Any, *args: Any, **kwargs:
 def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
     """AFTER hook of ``get_internal_state``: ``/server_info`` shows krul's counters under ``"krul"``.
 
-    The last restores are under ``"krul_restores"``.
+    The last restores are under ``"krul_restores"``, reasons of the last requests under ``"krul_reasons"``.
     """
     runtime = KrulRuntime.find(controller.scheduler)
     if runtime is not None:
         result.internal_state[BACKEND_NAME] = runtime.linker.stats()
         result.internal_state[RESTORES] = runtime.linker.traces()
+        result.internal_state[REASONS] = runtime.linker.reasons.as_text()
     return result

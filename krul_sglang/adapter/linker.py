@@ -16,11 +16,13 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from krul_backend.errors import HintError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.hint import SessionName
+from krul_sglang.adapter.minute_log import MinuteLog
 from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.engine.budget import show
 from krul_sglang.engine.common.asking import LatestAnswer
 from krul_sglang.engine.common.step_times import StepTimes, timed
 from krul_sglang.engine.save import RequestHints, StoredPath, Turn, TurnOwner
+from krul_sglang.reasons import Run
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.restore_path = engine.restore_path
         self.returning = engine.returning
         self.runs = engine.runs
+        self.reasons = engine.reasons
+        self.minute = MinuteLog(self.offloader.counters, self.loader.counters)
         self.request_hints = RequestHints()
         self._store = setup.connection.store
         self._setup = setup
@@ -99,6 +103,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         keys, slots = transfers[0].keys, transfers[0].device_indices
         held = self.returning.take(rid)
         if held is None:
+            self.reasons.decline(rid, "given back")
             return False
         prompt = self.returning.prompt(rid)
         try:
@@ -117,8 +122,20 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             raise
         if load is None:
             self._store.release(held.lease)
+            self.reasons.decline(rid, self.restore_path.planning.declined)
             return False
         self.returning.queue_load(rid, load)
+        runs = [Run(reader.first_token, reader.end_token, reader.source.tier) for reader in load.readers]
+        head_ends = load.plan.head_ends
+        self.reasons.load(rid, runs, (head_ends[0], head_ends[-1]))
+        logger.debug(
+            "krul: request %s: tokens %d to %d are restored, up to %d as a head, planned in %.1f ms",
+            rid,
+            load.device_tokens,
+            load.device_tokens + len(slots),
+            head_ends[0],
+            1e3 * load.planned_s,
+        )
         return True
 
     def num_moved(self, rid: str) -> int:
@@ -152,6 +169,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def release(self, rid: str) -> None:
         """Forget ``rid``: it has ended, or was aborted."""
         self.returning.release(rid)
+        self.reasons.end(rid)
 
     # ---- store ----
 
@@ -190,6 +208,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             model=self.model.identity,
             ready=self.record_offload_ready(),
             attention=attention,
+            rid=owner.rid,
             tenant=owner.tenant,
             session=owner.session,
             hint=owner.hint,
@@ -248,6 +267,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.loader.discard_all()
         self.returning.release_all()
         self._forget_runs()
+        self.reasons.lose("cleared")
         # If the weights have just changed, nothing was stored under their identity yet.
         if self.model.is_settled:
             self._clear(self._identities())

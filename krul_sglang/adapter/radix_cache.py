@@ -151,6 +151,15 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         page_size = self.cache.page_size
         start = result.device_prefix_len
         end = len(key) // page_size * page_size
+        self.cache_linker.reasons.look_up(
+            req.rid,
+            len(req.full_untruncated_fill_ids),
+            start,
+            lambda: (
+                tenant_of(key.extra_key, key.cache_salt),
+                np.asarray(key.token_ids[:end], dtype=np.int32),
+            ),
+        )
         if start < end:
             prompt = Prompt(
                 len(req.full_untruncated_fill_ids),
@@ -378,6 +387,7 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Begin a scheduling step: take note of turns that have been stored, where SGLang does so."""
         steps = self.linker.cache_linker.steps
         steps.begin_step()
+        self.linker.cache_linker.minute.tick()
         with steps.hooks:
             super().check_hicache_events()
 

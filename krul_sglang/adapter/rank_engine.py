@@ -51,6 +51,7 @@ from krul_sglang.engine.save import (
     TurnOffloader,
     copy_room,
 )
+from krul_sglang.reasons import Reasons
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,9 @@ class RankEngine:
         planner = make_planner(measured.mode.planner)
         self.setup = setup
         self.add_bases = measured.add_bases
+        self.reasons = Reasons(
+            page_size, lambda: model.identity.fingerprint, lambda: setup.connection.store.is_connected
+        )
         self.asking = AskingThread(DaemonPatience(), trial=store.stats)
         self.loader = LayerWiseLoader(
             store,
@@ -169,6 +173,7 @@ class RankEngine:
             keeps_copies=config.fast_copies == AUTO,
             stores=setup.stores,
             drafts=self._draft_saver(measured.costs),
+            reasons=self.reasons,
         )
         self.returning = ReturningRequests(
             store,
@@ -176,6 +181,7 @@ class RankEngine:
             self.asking,
             max_ahead_bytes=int(capacity_bytes * MAX_AHEAD_SHARE),
             max_head_tokens=max_head_tokens,
+            reasons=self.reasons,
         )
         planning = RestorePlanning(
             planner,
@@ -197,6 +203,7 @@ class RankEngine:
             traces,
             req_to_token=setup.model_runner.req_to_token_pool.req_to_token,
             chunk_tokens=setup.chunk_tokens,
+            on_failure=self.reasons.fail,
         )
         self.restore_path = RestorePath(
             measured.mode,

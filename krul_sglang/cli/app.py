@@ -353,6 +353,55 @@ def trace(
 
 
 @app.command()
+def why(
+    url: _Url,
+    rid: Annotated[
+        str | None,
+        typer.Argument(metavar="[REQUEST]", help="Id of a request, as its answer has it."),
+    ] = None,
+    last: Annotated[int, typer.Option(help="Without a request: show the last N.", min=1)] = 10,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the answer.")] = 30.0,
+    api_key: _ApiKey = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write it to FILE; - is standard output.")
+    ] = None,
+) -> None:
+    """Say where the tokens of a prompt came from, and why the others were computed and not restored.
+
+    Prints a sentence for each part of one request's prompt, or a table of the last requests. Where a prompt
+    parts from a stored one, a few tokens of both are shown.
+
+    Exit status: 0, or 2 if there is nothing to show (no such server, not krul, no such request).
+    """
+    _check_timeout(timeout_s)
+    _check_url(url)
+    to_stdout = json_file == Path("-")
+    _check_writable("--json", None if to_stdout else json_file)
+
+    import orjson
+    from rich.console import Console
+
+    from krul_sglang.cli import why as asking
+    from krul_sglang.json_file import write_json
+
+    found = asking.fetch_reasons(url.rstrip("/"), rid=rid, last=last, api_key=api_key, timeout_s=timeout_s)
+    shown = [asking.to_json(reasons, texts) for reasons, texts in found]
+    if to_stdout:
+        typer.echo(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
+    elif rid is not None:
+        for each in shown:
+            typer.echo(f"Request {each['request']} had {each['tokens']} tokens.")
+            typer.echo("\n".join(each["sentences"]))
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console.width = _PIPE_WIDTH
+        asking.print_table(found, console)
+    if json_file is not None and not to_stdout:
+        write_json(shown, json_file)
+
+
+@app.command()
 def model(
     name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2 is the only one so far.")],
 ) -> None:

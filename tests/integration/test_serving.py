@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from krul_sglang.cli.doctor import check_server
+from krul_sglang.cli.why import fetch_reasons, pieces_of, sentences
 from krul_sglang.demo.server import ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
@@ -30,6 +31,7 @@ from tests.support.scenario import (
     random_prompt,
     request_payload,
     settled_stats,
+    small_krul_server_args,
 )
 
 PAGE_SIZE = 16
@@ -127,6 +129,32 @@ def test_the_doctor_finds_nothing_wrong_with_this_server(server: ServerProcess) 
     # Its model computes in float32, which FlashInfer does not.
     assert "heads by torch" in rows["server: kernels"].found
     assert "scatter by torch" in rows["server: kernels"].found
+
+
+def told_of(server: ServerProcess, rid: str) -> list[str]:
+    """What ``krul-sglang why`` says of a request."""
+    (found,) = fetch_reasons(server.url, rid=rid, last=1, api_key=None, timeout_s=30)
+    assert sum(piece.end - piece.first for piece in pieces_of(found[0])) == found[0].num_tokens
+    return sentences(*found)
+
+
+def test_a_restored_prompt_says_where_its_tokens_came_from(server: ServerProcess) -> None:
+    prompt = random_prompt("where from", 700)
+    ask(server, prompt, max_new_tokens=1)
+    push_out(server, num_tokens=POOL_TOKENS, seed="where from")
+    ask(server, prompt[:330], max_new_tokens=1)
+    ask(server, [*prompt[:600], *random_prompt("another end", 50)], max_new_tokens=1, rid="half")
+    on_device, loaded, parted = told_of(server, "half")
+    assert on_device == "Tokens 0 to 319 were on the device."
+    assert loaded == "Tokens 320 to 591 came from dram."
+    assert parted.startswith(
+        "Tokens 592 to 649 were computed: the prompt parts from what was stored at token 6"
+    )
+    flush(server)
+    ask(server, prompt, max_new_tokens=1, rid="flushed")
+    assert told_of(server, "flushed")[0] == (
+        "Tokens 0 to 687 were computed: they were stored, and a flush dropped them."
+    )
 
 
 def test_flush_leaves_nothing_stale(server: ServerProcess) -> None:
@@ -243,3 +271,41 @@ def flip_bytes_of_the_arena(server: ServerProcess) -> None:
                         arena[offset] ^= 0xFF
                 return
     raise AssertionError("no process of the server holds an arena")
+
+
+def test_misses_are_explained(tiny_models: dict[str, Path]) -> None:
+    """Through a link that is slower than computing, with host memory for six prompts."""
+    slow = {"link_mbs": 0.5, "max_head_tokens": PAGE_SIZE, "store_full_tail": True}
+    options = {"host_memory": 3600 * TOKEN_BYTES, "eviction": "lru", **slow}
+    args = small_krul_server_args(POOL_TOKENS, options)
+    first, second = random_prompt("first", 600), random_prompt("second", 600)
+    with ForkedServer(tiny_models["float32"], args=args, env=STRICT) as server:
+        ask(server, first, max_new_tokens=1, rid="new")
+        ask(server, first, max_new_tokens=1, rid="again")
+        answer = ask(server, second, max_new_tokens=40)
+        settled_stats(server)
+        other = 300 + (answer.output_ids[9] == 300)
+        changed = [*second, *answer.output_ids[:9], other, *random_prompt("changed", 40)]
+        ask(server, changed, max_new_tokens=1, rid="parted")
+        push_out(server, num_tokens=3000, seed="misses")
+        ask(server, first, max_new_tokens=1, rid="evicted")
+        ask(server, random_prompt(("noise", "misses", 2), 600), max_new_tokens=1, rid="sooner")
+        told = {rid: told_of(server, rid) for rid in ("new", "again", "parted", "evicted", "sooner")}
+    end = "Tokens 592 to 599 were computed: the last token always is, and only whole pages are restored."
+    assert told.pop("parted")[1].startswith(
+        "Tokens 608 to 649 were computed: the prompt parts from what was stored at token 609. After "
+    )
+    assert told == {
+        "new": ["Tokens 0 to 599 were computed: nothing that was stored goes on like this."],
+        "again": ["Tokens 0 to 591 were on the device.", end],
+        "evicted": [
+            "Tokens 0 to 591 were computed: they were stored, and have left every tier since, because others "
+            "needed the room.",
+            end,
+        ],
+        "sooner": [
+            "Tokens 0 to 591 were computed: they were stored, but computing them was planned to be sooner "
+            "than loading them.",
+            end,
+        ],
+    }

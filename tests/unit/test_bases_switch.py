@@ -19,7 +19,7 @@ from krul_backend.strategy.strategy import SUBSPACE
 from krul_sglang.engine.budget.probing import ProbeOutcome
 from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun
 from krul_sglang.engine.restore.restore_path import RestorePath
-from krul_sglang.engine.restore.restore_planning import PlanCounters
+from krul_sglang.engine.restore.restore_planning import RestorePlanning
 from tests.support.budget_builders import (
     BASES,
     MODEL,
@@ -218,7 +218,7 @@ def num_missing(server: BudgetedServer) -> int:
 def test_a_returning_turn_in_other_bases_is_a_miss_and_stored_again(has_bases: bool) -> None:
     server = BudgetedServer(LIMIT, has_bases=has_bases)
     store_in_other_bases(server)
-    assert try_to_load(server).undecodable == 1
+    assert try_to_load(server).counters.undecodable == 1
     assert server.store.stats().undecodable_segments == 1
     assert num_missing(server) == FIRST_PAGES
     server.store_turn()
@@ -227,7 +227,7 @@ def test_a_returning_turn_in_other_bases_is_a_miss_and_stored_again(has_bases: b
     server.close()
 
 
-def try_to_load(server: BudgetedServer) -> PlanCounters:
+def try_to_load(server: BudgetedServer) -> RestorePlanning:
     """The conversation returns, and cannot be loaded."""
     unused = cast(Any, None)
     planning = planning_of(HeadsPlanner(lambda problem: (0,) * NUM_LAYERS), codec=server.codec)
@@ -238,7 +238,7 @@ def try_to_load(server: BudgetedServer) -> PlanCounters:
     slots = torch.arange(len(server.slots))
     assert restore.plan_load(held, server.keys[0], slots, device_tokens=0, new_tokens=1) is None
     server.store.release(lease)
-    return planning.counters
+    return planning
 
 
 def test_a_segment_whose_bases_may_come_is_a_miss_and_stays(
@@ -248,7 +248,8 @@ def test_a_segment_whose_bases_may_come_is_a_miss_and_stays(
     other = store_in_other_bases(server)
     asked = list[str]()
     server.may_come = lambda digest: not asked.append(digest)
-    assert try_to_load(server).undecodable == 0
+    planning = try_to_load(server)
+    assert (planning.counters.undecodable, planning.declined) == (0, "bases")
     assert set(asked) == {other.bases.digest}
     server.compute(MORE_PAGES)
     server.store_turn()

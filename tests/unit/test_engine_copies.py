@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -37,6 +38,7 @@ from krul_sglang.engine.save import segment_writer
 from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, TurnOffloader
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import LayerEncoding
+from krul_sglang.reasons import Reasons, RequestReasons, Run
 from tests.support.engine_builders import PATIENCE_S, make_load, make_store
 from tests.support.sglang_pool import NUM_LAYERS, NUM_SLOTS, PAGE_SIZE, make_pool
 from tests.support.strict_device import DEVICES, StrictDevice, check_device, make_device
@@ -107,6 +109,7 @@ class Bench:
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
         self.codec = ModelCodecs(self.pool.shape, NUM_LAYERS, rotary=None)
         self.decision = FixedDecision(self.codec, Strategy.from_pairs(NUM_LAYERS))
+        self.reasons = Reasons(PAGE_SIZE, lambda: self.model.fingerprint, lambda: True)
         self.offloader = TurnOffloader(
             self.store,
             PAGE_SIZE,
@@ -118,6 +121,7 @@ class Bench:
             copy_room=lambda: copy_room,
             keeps_copies=keeps_copies,
             costs=costs,
+            reasons=self.reasons,
         )
         self.loader = LayerWiseLoader(self.store, self.pool, TransferGate(), patience_s=PATIENCE_S)
 
@@ -145,6 +149,13 @@ class Bench:
         is_stored = self.offloader.pop_completed()
         assert is_stored == (self.num_dropped == before)
         return is_stored
+
+    def why_missing(self, turn: Turn) -> list[Run]:
+        """Why nothing of a turn would be found now."""
+        self.reasons.look_up("next", len(turn.token_ids), 0, lambda: ("", turn.token_ids))
+        self.reasons.explain("next")
+        (told,) = msgspec.json.decode(self.reasons.as_text(), type=list[RequestReasons])
+        return told.missing
 
     @property
     def num_dropped(self) -> int:
@@ -282,6 +293,7 @@ def test_a_rank_whose_store_cannot_answer_still_takes_part_in_the_choice(
     assert not bench.offloader.pop_completed()
     assert bench.decision.asked == [None]
     assert bench.offloader.counters.dropped_turns == {"no answer": 1}
+    assert bench.why_missing(bench.turn("a", 2)) == [Run(0, 8, "dropped: no answer")]
 
 
 def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench) -> None:
@@ -388,6 +400,7 @@ def test_what_was_read_of_a_turn_that_was_given_up_is_never_stored(
     assert (stats.num_pages, stats.num_reservations, stats.num_leases) == (0, 0, 0)
     counters = bench.offloader.counters
     assert (counters.turns, counters.dropped_turns) == (1, {"evicted": 1})
+    assert bench.why_missing(turn) == [Run(0, 8, "dropped: evicted")]
 
 
 def test_a_turn_that_was_read_is_not_waited_for_any_longer(
@@ -462,6 +475,7 @@ def test_no_space_in_the_arena_is_skipped_and_counted() -> None:
     bench = Bench(capacity_bytes=2 * PAGE_SIZE * TOKEN_BYTES)
     assert not bench.store_turn(bench.turn("a", 3))
     assert bench.offloader.counters.dropped_turns == {"no room": 1}
+    assert bench.why_missing(bench.turn("a", 3)) == [Run(0, 12, "dropped: no room")]
     assert bench.store.stats().used_bytes == 0
     assert bench.store_turn(bench.turn("b", 2))
     bench.close()
@@ -684,6 +698,7 @@ def test_what_follows_a_segment_without_room_is_not_stored_either(monkeypatch: p
     monkeypatch.setattr(segment_writer, "ROOM_WAIT_S", 0.0)
     assert not bench.store_turn(bench.turn("a", 6))
     assert bench.offloader.counters.dropped_turns == {"no room": 1}
+    assert bench.why_missing(bench.turn("a", 6)) == [Run(0, 8, "evicted"), Run(8, 24, "dropped: no room")]
     assert [(info.start_token, info.num_tokens) for info in bench.store.list_segments()] == [(0, 8)]
     bench.close()
 

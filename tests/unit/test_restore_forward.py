@@ -145,6 +145,7 @@ class Rig:
         self.heads = FakeHeads(self.log)
         self.prefill = FakePrefill(self.log)
         self.entered: list[int] = []
+        self.failures: list[tuple[str, str, int]] = []
         self.has_begun = threading.Event()
         self.traces = TraceLog(OnlineCosts(COSTS), NUM_LAYERS)
         self.loader: Any = FakeLoader(self.batch)
@@ -157,6 +158,7 @@ class Rig:
             self.traces,
             req_to_token=REQ_TO_TOKEN,
             chunk_tokens=chunk_tokens,
+            on_failure=lambda *failure: self.failures.append(failure),
         )
 
     def land(self, num_layers: int = NUM_LAYERS) -> None:
@@ -293,6 +295,8 @@ def test_a_failed_load_is_computed_and_the_forward_runs_again() -> None:
     assert rig.prefill.runs == [("r1", range(8, 28)), ("r1", range(28, 32)), ("r2", range(16))]
     assert rig.restore.counters.rescued_requests == 2
     assert rig.restore.counters.rescued_tokens == 24 + 16
+    error = "loading failed: injected"
+    assert rig.failures == [("r1", error, 8), ("r2", error, 0)]
 
 
 def test_a_load_that_fails_in_the_middle_of_the_forward_is_computed() -> None:

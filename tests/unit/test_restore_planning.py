@@ -109,6 +109,7 @@ def test_a_plan_that_loses_is_refused() -> None:
     assert planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=1) is None
     counters = planning.counters
     assert (counters.refused, counters.loads, counters.prefix_tokens) == (1, 0, 0)
+    assert planning.declined == "sooner"
 
 
 @pytest.mark.parametrize(("token_s", "byte_s", "is_loaded"), [(1.0, 1e-6, True), (1e-6, 1.0, False)])

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 44_050),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 12_800),
+    "product": (PRODUCT, 44_790),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 12_980),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_000,
@@ -28,7 +28,7 @@ LIMITS = {
         14_780,
     ),
     "benchmarks": (("benchmarks",), 9_610),
-    "tests": (("tests",), 56_430),
+    "tests": (("tests",), 57_010),
     "tests/support": (("tests/support",), 5_640),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

@@ -104,6 +104,7 @@ def test_they_are_a_miss_and_the_next_turn_stores_them_again(rig: Rig, is_in_dra
     assert rig.missing() == []
     load, restore = rig.plan_load()
     assert load is None
+    assert restore.planning.declined == "unreadable"
     assert restore.planning.counters.undecodable == 2
     assert rig.tiered.stats().undecodable_segments == 2
     # In no tier, so that no tier brings them back.

@@ -55,7 +55,8 @@ class RestoreForward:
     ``heads`` is None if this model's heads cannot be recomputed: then no plan has any, and a forward begins
     when all is loaded, since it is not known what such a model does with an error amid its layers.
     ``prefill`` computes what a failed load should have brought. ``chunk_tokens`` are computed in one forward
-    at most.
+    at most. ``on_failure(rid, error, end)`` is called with each request whose load failed, and the end of
+    what had come of it.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class RestoreForward:
         *,
         req_to_token: torch.Tensor,
         chunk_tokens: int,
+        on_failure: Callable[[str, str, int], None] = lambda rid, error, end: None,
     ) -> None:
+        self._on_failure = on_failure
         self.counters = ForwardCounters()
         self._loader = loader
         self._heads = heads
@@ -93,7 +96,7 @@ class RestoreForward:
         trace = RestoreTrace(batch, is_mixed=len(prefixes) < len(schedule_batch.reqs))
         # Models that write KV themselves ask SGLang's pool for its buffers: heads wait for no load.
         self._loader.counter.set_consumer(_NO_CONSUMER)
-        has_failed = has_heads = False
+        has_heads, failure = False, ""
         try:
             if self._agreement.num_ranks == 1:
                 batch.wait_begun()
@@ -104,15 +107,15 @@ class RestoreForward:
                     batch.wait_layer(layer)
             result = forward()
         except LoadFailedError as error:
-            has_failed = True
+            failure = str(error)
             # As text: somebody may keep log records, and with an exception all that its frames hold.
-            logger.warning("krul: %s; %d request(s) are computed", str(error), len(prefixes))
+            logger.warning("krul: %s; %d request(s) are computed", failure, len(prefixes))
         except NoMemoryError as error:
-            has_failed = True
+            failure = str(error)
             self._warn_once("krul: %s; %s request(s) are tried without their loads", error, len(prefixes))
-        if has_failed:
+        if failure:
             # Outside of the handlers: with the exception everything that the failed forward held is gone.
-            self._rescue(schedule_batch, batch, prefixes, has_heads=has_heads)
+            self._rescue(schedule_batch, batch, prefixes, failure, has_heads=has_heads)
             result = forward()
         trace.end = batch.clock.mark()
         self._traces.add(trace)
@@ -230,12 +233,20 @@ class RestoreForward:
         logger.log(level, text, *map(str, values))
 
     def _rescue(
-        self, schedule_batch: Any, batch: LoadBatch, prefixes: Sequence[_Prefix], *, has_heads: bool
+        self,
+        schedule_batch: Any,
+        batch: LoadBatch,
+        prefixes: Sequence[_Prefix],
+        failure: str,
+        *,
+        has_heads: bool,
     ) -> None:
         """Compute what a failed batch should have restored, after the tokens that are complete in all layers;
         if that fails, SGLang ends its requests. ``has_heads``: the heads of the plans are in the pool."""
         batch.abandon(is_refilled=False)
         complete = self._complete_tokens(batch, prefixes) if has_heads else [0] * len(prefixes)
+        for prefix, done in zip(prefixes, complete, strict=True):
+            self._on_failure(prefix.rid, failure, prefix.load.device_tokens + done)
         num_tokens = [len(prefix.load.slots) - done for prefix, done in zip(prefixes, complete, strict=True)]
         try:
             for prefix, done, num_missing in zip(prefixes, complete, num_tokens, strict=True):

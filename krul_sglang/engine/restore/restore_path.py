@@ -78,8 +78,10 @@ class RestorePath:
 
         ``device_tokens`` before them are in the pool, and ``new_tokens`` follow them.
 
-        Returns None if computing them is faster, or if they cannot be read: then the caller keeps the lease.
+        Returns None if computing them is faster, or if they cannot be read: then the caller keeps the lease,
+        and ``planning.declined`` says why.
         """
+        self.planning.declined = "changed"
         if held.run.first_key != first_key or len(slots) > held.num_pages(self.page_size) * self.page_size:
             return None
         run, moved = held.moved, None
@@ -90,11 +92,13 @@ class RestorePath:
             num_tokens, shift = device_tokens + len(slots) - run.start, run.shift
             load_from = run.start + RECOMPUTED_TOKENS
         readers: list[SegmentReader] | None = None
+        declined = "unplannable"
         try:
             if num_tokens > 0:
                 readers = self.planning.open(held.lease, num_tokens, shift)
         except CodecError as error:
             logger.warning("krul: a stored prefix cannot be read and is computed: %s", error)
+            declined = "bases"
         # Called without readers, too: other ranks may have theirs, and wait for this one.
         planned = self.planning.plan(
             readers,
@@ -105,6 +109,8 @@ class RestorePath:
         if readers is None:
             for segment_id in self.planning.find_undecodable(held.lease):
                 self.report_damage(segment_id, "undecodable")
+                declined = "unreadable"
+            self.planning.declined = declined
         if planned is None or readers is None:
             return None
         return Load(held.lease, readers, slots, device_tokens, planned.plan, planned.forecast, moved, held)

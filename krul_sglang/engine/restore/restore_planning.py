@@ -130,6 +130,8 @@ class RestorePlanning:
         tier_costs: Callable[[], Mapping[str, TierCost]],
     ) -> None:
         self.counters = PlanCounters()
+        # Why the last plan was none.
+        self.declined = ""
         self.costs = costs
         self._planner = planner
         self._decode_costs = decode_costs
@@ -186,6 +188,7 @@ class RestorePlanning:
         runs = self._agreed_bounds(runs, (-1.0, 0.0) if load_from is None else (load_from, shift))
         if runs is None or readers is None:
             self.counters.refused += 1
+            self.declined = "unplannable"
             return None
         total_tokens = readers[-1].end_token
         problem = RestoreProblem(
@@ -204,6 +207,7 @@ class RestorePlanning:
         plan = self._agreed_plan(RestorePlan.recompute(problem) if plan is None else plan)
         if plan.is_recompute:
             self.counters.refused += 1
+            self.declined = "sooner"
             self.costs.fade_overhead()
             self._batch_compute_s = problem.recompute_s
             return None

@@ -23,6 +23,7 @@ from krul_sglang.engine.restore.held_lease import (
 )
 from krul_sglang.engine.restore.load_batch import Load
 from krul_sglang.engine.restore.returning_request import Prompt, Renewed, ReturningRequest, State
+from krul_sglang.reasons import Reasons
 
 RETRY_PREFETCH_S = 0.2
 """Seconds before anything is prefetched again after the store refused to."""
@@ -79,6 +80,7 @@ class ReturningRequests:
     forgotten when its load starts, and by ``release``: when it ends, for whatever reason.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
+    ``reasons`` are told what was found, and find out why it was not more when nothing else is asked.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class ReturningRequests:
         *,
         max_ahead_bytes: int = sys.maxsize,
         max_head_tokens: int = sys.maxsize,
+        reasons: Reasons | None = None,
     ) -> None:
+        self._reasons = reasons
         self._max_head_tokens = max_head_tokens
         self._max_ahead_bytes = max_ahead_bytes
         self._store = store
@@ -164,8 +168,10 @@ class ReturningRequests:
             self._ask(request, run, page_keys)
         if request.question is not None:
             if not request.question.wait(self._asking.patience):
+                if self._reasons is not None:
+                    self._reasons.decline(rid, "late")
                 return 0
-            self._use_found(request, request.question)
+            self._use_found(rid, request, request.question)
         request.give_back_at_s = math.inf
         return 0 if request.lease is None else request.lease.num_pages(self._model.identity.page_size)
 
@@ -274,22 +280,37 @@ class ReturningRequests:
         request.run = run
         request.question = self._asking.ask(lambda: finder.find(page_keys, token_ids, find_run))
 
-    def _use_found(self, request: ReturningRequest, question: Question[HeldLease | None]) -> None:
-        """Hold what a lookup that is answered has found, if anything."""
+    def _use_found(
+        self,
+        rid: str,
+        request: ReturningRequest,
+        question: Question[HeldLease | None],
+        *,
+        is_late: bool = False,
+    ) -> None:
+        """Hold what a lookup that is answered has found, if anything. ``is_late``: after its round."""
         request.question = None
         before, request.lease = request.lease, question.answer(None)
         if before is not None:
             self._store.release(before.lease)
+        num_found = 0
         if request.lease is None:
             request.missed_s = self._clock()
         else:
             self._has_changed = True
+            page_size = self._model.identity.page_size
+            num_found = request.lease.num_pages(page_size) * page_size
+        reasons = self._reasons
+        if reasons is not None and reasons.found(
+            rid, request.prompt.device_tokens + num_found, is_late=is_late
+        ):
+            self._asking.ask(lambda: reasons.explain(rid), is_urgent=False)
 
     def _use_answers(self) -> None:
         """Use answers that came after the round that asked for them."""
-        for request in self._requests.values():
+        for rid, request in self._requests.items():
             if request.question is not None and request.question.is_answered:
-                self._use_found(request, request.question)
+                self._use_found(rid, request, request.question, is_late=True)
                 if request.lease is not None:
                     # Its request may have been computed meanwhile.
                     request.give_back_at_s = self._clock() + UNCLAIMED_S

@@ -30,6 +30,7 @@ from krul_sglang.engine.save.segment_writer import OffloadCounters
 from krul_sglang.engine.save.strategy_choice import ChoiceCounters, Decision
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import TurnEncoding
+from krul_sglang.reasons import Reasons, StoredTokens
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ class Job:
 
     ``has_read`` is set when it will not read the turn's slots any more. ``is_revoked``, once set, ends the
     job soon: what it has read of the device since does not count. In both cases the slots may be given away.
-    ``needs_store`` is False as soon as only copying is left to be done before ``has_read``.
+    ``needs_store`` is False as soon as only copying is left to be done before ``has_read``. The first
+    ``num_stored`` pages of the turn are stored, as far as it has come.
     """
 
     def __init__(self, turn: Turn, patience: Patience, start: Callable[[Job], Future[bool]]) -> None:
@@ -52,6 +54,7 @@ class Job:
         self.has_read = threading.Event()
         self.is_revoked = False
         self.needs_store = True
+        self.num_stored = 0
         self._reading = threading.Lock()
         self.future = start(self)
 
@@ -78,7 +81,8 @@ class TurnOffloader:
     later: its slots are free as soon as they were copied. Unless it ``stores``, another rank does, and this
     one only takes part in what they decide. With an ``allocation``, tokens that a restore would recompute are
     not stored, and dropped from earlier turns. ``runs``, if there are any, remember what is stored where.
-    ``drafts`` store the draft model's KV, too. ``costs``: see ``SegmentWriter``.
+    ``drafts`` store the draft model's KV, too. ``costs``: see ``SegmentWriter``. ``reasons`` hear what
+    was stored of each turn.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -101,6 +105,7 @@ class TurnOffloader:
         keeps_copies: bool = True,
         stores: bool = True,
         drafts: DraftSaver | None = None,
+        reasons: Reasons | None = None,
     ) -> None:
         self.counters = OffloadCounters()
         self.choices = ChoiceCounters()
@@ -112,6 +117,7 @@ class TurnOffloader:
         self._allocation = allocation
         self._runs = runs
         self._drafts = drafts
+        self._reasons = reasons
         self._gate = TransferGate() if gate is None else gate
         self._queue: deque[Job] = deque()
         layer_token_bytes = pool.shape.k_token_bytes + pool.shape.v_token_bytes
@@ -187,6 +193,8 @@ class TurnOffloader:
         """Demote a named conversation, after the turns that were submitted before. Does not wait."""
 
         def demote() -> None:
+            if self._reasons is not None:
+                self._reasons.lose("demoted", session)
             try:
                 self._store.advise(Hint(demote=True), session=session)
             except KeyError:
@@ -231,24 +239,47 @@ class TurnOffloader:
         self.encoder.close()
 
     def _store_turn(self, job: Job) -> bool:
+        turn = job.turn
+        noted = None
         try:
-            with self._device.working_on(self._stream, job.turn.ready):
+            noted = self._noted(turn)
+            with self._device.working_on(self._stream, turn.ready):
                 if self._drafts is not None:
                     # First, since the slots may be given away when the target's KV has been read.
                     pause = partial(self._gate.give_way, job.patience)
-                    self._drafts.save(job.turn, self._stream, pause, job.is_wanted, job.reading)
+                    self._drafts.save(turn, self._stream, pause, job.is_wanted, job.reading)
                 cause = self._store_missing(job)
         except Exception:
-            logger.exception("krul: a turn of %d tokens could not be stored", len(job.turn.token_ids))
+            logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
             cause = "error"
         finally:
             job.has_read.set()
             # Makes room for what is captured of another turn.
-            if job.turn.attention is not None:
-                job.turn.attention.release()
+            if turn.attention is not None:
+                turn.attention.release()
         if cause is not None:
-            self.counters.drop("evicted" if job.is_revoked else cause)
+            cause = "evicted" if job.is_revoked else cause
+            self.counters.drop(cause)
+        num_stored = job.num_stored * turn.model.page_size
+        logger.debug(
+            "krul: request %s: of %d tokens %d are stored; the others: %s",
+            turn.rid,
+            len(turn.token_ids),
+            num_stored,
+            "none" if num_stored == len(turn.token_ids) else cause or "as its hint said",
+        )
+        if noted is not None:
+            noted.num_stored, noted.cause = num_stored, "hint" if cause is None else f"dropped: {cause}"
         return cause is None
+
+    def _noted(self, turn: Turn) -> StoredTokens | None:
+        """What the reasons have of a turn that is going to be stored; None without them, or on a rank that
+        stores nothing."""
+        if self._reasons is None or not self._stores:
+            return None
+        gone = "demoted" if turn.hint.demote else ""
+        fingerprint = turn.model.fingerprint
+        return self._reasons.store(turn.rid, turn.tenant, turn.token_ids, fingerprint, turn.session, gone)
 
     def _store_missing(self, job: Job) -> str | None:
         """Store a turn; returns why that failed, None if it did not."""
@@ -267,11 +298,12 @@ class TurnOffloader:
                 return "no answer"
         else:
             self.choices.add(encoding.stored_as)
-            logger.debug("krul: %d tokens are stored as %s", len(turn.token_ids), encoding.stored_as)
             for index, pages in enumerate(missing):
                 is_last = index == len(missing) - 1
+                job.num_stored = pages.start
                 if not self._has_stored(job, encoding, head_ends, index, pages, is_last=is_last):
                     return "no room"
+            job.num_stored = len(turn.page_keys)
             if head_ends is not None:
                 self._trim(turn, head_ends)
         if self._stores:

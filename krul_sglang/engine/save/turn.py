@@ -50,13 +50,15 @@ class Turn(StoredPath):
 
     ``model`` is what computed it: weights may change before it is stored. ``ready`` are the events after
     which the slots hold the KV. ``attention`` is what was recorded of it, if anything; whoever stores the
-    turn releases it. ``tenant`` is whom its bytes count for; ``session`` the name of the conversation, if it
-    has one; ``hint`` what its request said about its future. A turn that is to be dropped is not stored.
+    turn releases it. ``rid`` is its request; ``tenant`` is whom its bytes count for; ``session`` the name of
+    the conversation, if it has one; ``hint`` what its request said about its future. A turn that is to be
+    dropped is not stored.
     """
 
     model: ModelIdentity = field(kw_only=True)
     ready: Sequence[Any]
     attention: CapturedTurn | None = None
+    rid: str = ""
     tenant: str = ""
     session: SessionName | None = None
     hint: Hint = NO_HINT
