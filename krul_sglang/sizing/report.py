@@ -40,7 +40,7 @@ class Wanted:
 
 
 def size_lines(wanted: Wanted) -> Iterator[str]:
-    """The arithmetic. Models with latent KV have no lines about bases: krul stores them as they are."""
+    """The arithmetic. Latent and fp8 KV have no lines about bases: krul stores them as they are."""
     model = wanted.model
     token_bytes = model.num_layers * model.layer_token_bytes
     yield (
@@ -53,8 +53,8 @@ def size_lines(wanted: Wanted) -> Iterator[str]:
         f"a conversation: {wanted.turns} turns x {wanted.turn_tokens} tokens, in pages of {PAGE_SIZE}: "
         f"{tokens} tokens x {token_bytes} B = {format_bytes(sizes['exact'])}"
     )
-    if model.latent_size:
-        yield "in bases: not possible for latent KV"
+    if model.latent_size or model.element_bytes < ELEMENT_BYTES:
+        yield "in bases: not possible for latent KV and for fp8"
     else:
         plain = sizes["exact"] * ELEMENT_BYTES // model.element_bytes
         sizes["in bases"] = round(plain / wanted.ratio)

@@ -27,6 +27,7 @@ NOT_RUN = {
     "python -m sglang.launch_server": "the server of this test is started with other sizes",
     "make check-sglang": "it downloads a wheel",
     "make test VENV=": "it makes another environment and runs everything",
+    "python -m tests.soak": "tests/integration/test_soak.py runs a minute of it",
 }
 """How the blocks begin that are not run, and why."""
 

@@ -97,16 +97,17 @@ def test_every_line_can_be_worked_out_by_hand(tmp_path: Path) -> None:
 
 
 def test_options_replace_what_is_assumed(tmp_path: Path) -> None:
-    options = ("--host-memory", "1GiB", "--tp-size", "8", "--ratio", "4", "--ssd-gbs", "1", "--kv-bytes", "1")
+    options = ("--host-memory", "1GiB", "--tp-size", "8", "--ratio", "4", "--ssd-gbs", "1", "--kv-bytes", "4")
     lines = lines_of(folder_of(LLAMA, tmp_path), *options, "--gpu", "A100", "--turns", "1")
     assert "in bases: 64.0 MiB in bf16 / 4 = 16.0 MiB" in lines
     assert any("8 x A100" in line for line in lines)
     assert not any("the SSD" in line and line.startswith("TTFT") for line in lines)
 
 
-def test_latent_kv_has_no_bases(tmp_path: Path) -> None:
-    lines = lines_of(folder_of(DEEPSEEK_V3, tmp_path), "--host-memory", "64GiB", "--tp-size", "8")
-    assert "in bases: not possible for latent KV" in lines
+@pytest.mark.parametrize(("config", "kv_bytes"), [(DEEPSEEK_V3, "2"), (LLAMA, "1")])
+def test_latent_and_fp8_kv_have_no_bases(config: dict[str, Any], kv_bytes: str, tmp_path: Path) -> None:
+    lines = lines_of(folder_of(config, tmp_path), "--host-memory", "64GiB", "--kv-bytes", kv_bytes)
+    assert "in bases: not possible for latent KV and for fp8" in lines
     assert not any(", in bases" in line for line in lines)
 
 
