@@ -6,10 +6,17 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import ge
 from typing import Any
 
 from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.tiers.common.interface import FastCopies, Lease, SegmentSlice
+from krul_backend.tiers.common.interface import (
+    DRAM_TIER,
+    FastCopies,
+    Lease,
+    SegmentSlice,
+    checksum_of_tail,
+)
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram import HostStore
@@ -64,13 +71,57 @@ Part = Lease | LowerPart
 class TieredLease:
     """The parts of a lease in conversation order. ``lock`` guards all of it.
 
-    ``clear_mark`` is a mark of ``HostStore.clear_mark``, taken before any tier was asked.
+    ``clear_mark`` is a mark of ``HostStore.clear_mark``, taken before any tier was asked. ``completions``, by
+    the number of a slice: the copy in a lower tier that has more of it than DRAM, or what was made of both.
     """
 
     parts: list[Part]
     clear_mark: int
+    completions: dict[int, Part]
     is_released: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def fuller_copy(
+    host: HostStore,
+    tiers: Sequence[LowerTier],
+    model: ModelIdentity,
+    page_keys: Sequence[str],
+    token_ids: TokenIds,
+    piece: SegmentSlice,
+) -> LowerPart | None:
+    """Hold a copy in a lower tier that has more of a leased slice than DRAM; None if none has.
+
+    Only one of which DRAM has the ends, as all their checksums say. No network is asked whether there is one.
+    """
+    header = piece.header
+    if piece.tier != DRAM_TIER or not any(map(header.start_token.__lt__, header.layer_first_token)):
+        return None
+    first_token = header.start_token + piece.first_page * header.page_size
+    for tier in tiers:
+        if tier.find_missing(model, page_keys):
+            continue
+        runs = tier.match(model, page_keys, token_ids, first_token)
+        part = LowerPart(tier, runs[0], host.next_id()) if len(runs) == 1 else None
+        if part is not None and _has_more(part.slices[0], piece):
+            return part
+        for run in runs:
+            tier.release(run)
+    return None
+
+
+def _has_more(copy: SegmentSlice, piece: SegmentSlice) -> bool:
+    """Whether a copy of a slice has all that the slice has of its segment, and more."""
+    whole, part = copy.header, piece.header
+    alike = ("start_token", "num_tokens", "codec", "codec_params", "range_bytes")
+    ends = zip(copy.checksums, piece.checksums, part.layer_num_bytes, strict=True)
+    return (
+        (copy.first_page, copy.end_page) == (piece.first_page, piece.end_page)
+        and all(getattr(whole, name) == getattr(part, name) for name in alike)
+        and all(map(ge, whole.layer_num_bytes, part.layer_num_bytes))
+        and whole.layer_num_bytes != part.layer_num_bytes
+        and all(checksum_of_tail(of_copy, size, part.range_bytes) == own for of_copy, own, size in ends)
+    )
 
 
 def release_parts(host: HostStore, parts: Sequence[Part]) -> None:
