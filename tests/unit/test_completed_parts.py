@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,10 +21,12 @@ from tests.support.store_builders import (
     make_manifest,
     make_model,
     offset_in,
+    page_keys,
     stored_ids,
     wait_until,
 )
-from tests.support.tiered_builders import wait_for
+from tests.support.tiered_builders import SIZES as TIERED_SIZES
+from tests.support.tiered_builders import Rig, put_below, wait_for
 
 KIB = 1 << 10
 RANGE_BYTES = 16 * KIB
@@ -292,4 +295,36 @@ def test_other_bytes_of_the_same_pages_complete_nothing(tmp_path: Path) -> None:
         lease = rig.lease()
         assert lease.slices[0].lower is None
         rig.store.release(lease)
+        rig.assert_nothing_is_held()
+
+
+def test_segments_in_part_that_follow_each_other_are_asked_for_once() -> None:
+    """Each gets its own copy; one that is whole, or that the tier does not have, breaks no other."""
+    rig = Rig(capacity_bytes=64 * KIB)
+    with closing(rig):
+        contents = [
+            put_below(rig.ssd, "c", 2 * number, 2 * number + 2, range_bytes=20)[1] for number in range(5)
+        ]
+        ends = [SegmentTail((8 * number + 4,) * 2, (20, 20)) for number in range(5)]
+        lease = lease_pages(rig.store, "c", 0, 10)
+        assert lease is not None
+        wait_for(rig.store.fetch(lease, [*ends[:3], None, ends[4]]))
+        rig.store.release(lease)
+        wait_until(lambda: rig.store.stats().fetched_segments == 5)
+        matched: list[tuple[str, ...]] = []
+        match = rig.ssd.match
+
+        def noting(model: Any, page_keys: Any, *more: Any) -> Any:
+            matched.append(tuple(page_keys))
+            return match(model, page_keys, *more)
+
+        rig.ssd.match = noting  # type: ignore[method-assign]
+        lease = lease_pages(rig.store, "c", 0, 10)
+        assert lease is not None
+        assert matched == [page_keys("c", 0, 6), page_keys("c", 8, 10)]
+        assert [piece.lower is not None for piece in lease.slices] == [True, True, True, False, True]
+        wholes = [SegmentTail((8 * number,) * 2, TIERED_SIZES) for number in range(5)]
+        assert wait_for(rig.store.fetch(lease, wholes)) == contents
+        rig.store.release(lease)
+        wait_until(lambda: rig.store.stats().fetched_segments == 9)
         rig.assert_nothing_is_held()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 from operator import ge
 from typing import Any
 
@@ -82,32 +83,49 @@ class TieredLease:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def fuller_copy(
+def fuller_copies(
     host: HostStore,
     tiers: Sequence[LowerTier],
     model: ModelIdentity,
     page_keys: Sequence[str],
     token_ids: TokenIds,
-    piece: SegmentSlice,
-) -> LowerPart | None:
-    """Hold a copy in a lower tier that has more of a leased slice than DRAM; None if none has.
+    slices: Sequence[SegmentSlice],
+) -> dict[int, LowerPart]:
+    """Hold the copies in lower tiers that have more of leased slices than DRAM, by the slices' numbers.
 
-    Only one of which DRAM has the ends, as all their checksums say. No network is asked whether there is one.
+    Only copies of which DRAM has the ends, as all their checksums say, and that the tiers know of. A tier is
+    asked once for slices that follow each other.
     """
-    header = piece.header
-    if piece.tier != DRAM_TIER or not any(map(header.start_token.__lt__, header.layer_first_token)):
-        return None
-    first_token = header.start_token + piece.first_page * header.page_size
+    size, copies = model.page_size, dict[int, LowerPart]()
+    bounds = [0, *accumulate(piece.end_page - piece.first_page for piece in slices)]
+
+    def is_wanted(tier: LowerTier, number: int) -> bool:
+        keys = page_keys[bounds[number] : bounds[number + 1]]
+        return number not in copies and _is_part(slices[number]) and not tier.find_missing(model, keys)
+
     for tier in tiers:
-        if tier.find_missing(model, page_keys):
-            continue
-        runs = tier.match(model, page_keys, token_ids, first_token)
-        part = LowerPart(tier, runs[0], host.next_id()) if len(runs) == 1 else None
-        if part is not None and _has_more(part.slices[0], piece):
-            return part
-        for run in runs:
-            tier.release(run)
-    return None
+        wanted = [number for number in range(len(slices)) if is_wanted(tier, number)]
+        # Numbers that follow each other grow like their places.
+        for _, places in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
+            numbers = [number for _, number in places]
+            at, end, first = bounds[numbers[0]], bounds[numbers[-1] + 1], slices[numbers[0]]
+            next_token = first.header.start_token + first.first_page * size
+            keys, tokens = page_keys[at:end], token_ids[at * size : end * size]
+            for run in tier.match(model, keys, tokens, next_token):
+                part = LowerPart(tier, run, host.next_id())
+                number = bounds.index(at) if at in bounds else None
+                if number is not None and _has_more(part.slices[0], slices[number]):
+                    copies[number] = part
+                else:
+                    tier.release(run)
+                at += run.num_pages
+    return copies
+
+
+def _is_part(piece: SegmentSlice) -> bool:
+    """Whether DRAM has the slice, and lacks tokens of its segment in some layer."""
+    start_token = piece.header.start_token
+    return piece.tier == DRAM_TIER and any(first > start_token for first in piece.header.layer_first_token)
 
 
 def _has_more(copy: SegmentSlice, piece: SegmentSlice) -> bool:

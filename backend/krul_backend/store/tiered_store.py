@@ -23,7 +23,7 @@ from krul_backend.store.tiered_lease import (
     Part,
     PrefixWalk,
     TieredLease,
-    fuller_copy,
+    fuller_copies,
     release_parts,
 )
 from krul_backend.store.write_behind import WriteBehind
@@ -130,7 +130,12 @@ class TieredStore(KVStore):
         num_pages = sum(part.num_pages for part in parts)
         completions: dict[int, Part] = {}
         if fast_copies == "prefer":
-            completions.update(self._fuller_copies(parts, slices, model, page_keys, token_ids))
+            keys, tokens = tuple(page_keys), np.asarray(token_ids)
+            try:
+                completions |= fuller_copies(self._host, self._tiers, model, keys, tokens, slices)
+            except BaseException:
+                release_parts(self._host, parts)
+                raise
         for number, copy in completions.items():
             (piece,) = copy.slices
             lower = LowerCopy(piece.tier, piece.header.layer_first_token)
@@ -244,29 +249,6 @@ class TieredStore(KVStore):
             fast_copies=fast_copies,
         )
         return clear_mark, walk.run()
-
-    def _fuller_copies(
-        self,
-        parts: Sequence[Part],
-        slices: Sequence[SegmentSlice],
-        model: ModelIdentity,
-        page_keys: Sequence[str],
-        token_ids: TokenIds,
-    ) -> dict[int, LowerPart]:
-        """Hold the copies of matched slices that have more of them than DRAM, by the slices' numbers."""
-        copies: dict[int, LowerPart] = {}
-        at, size = 0, model.page_size
-        try:
-            for number, piece in enumerate(slices):
-                end = at + piece.end_page - piece.first_page
-                tokens = np.asarray(token_ids)[at * size : end * size]
-                copy = fuller_copy(self._host, self._tiers, model, page_keys[at:end], tokens, piece)
-                copies |= {} if copy is None else {number: copy}
-                at = end
-        except BaseException:
-            release_parts(self._host, [*parts, *copies.values()])
-            raise
-        return copies
 
     def _write_up(self, arrival: Arrival, tier: LowerTier) -> None:
         """Write a segment that has come from a tier to the tiers above that one, too."""
