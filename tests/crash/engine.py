@@ -35,7 +35,7 @@ def check_lease(
 ) -> list[Turn]:
     """Compare every byte of a lease with the end of what was stored; the turns that it covers.
 
-    ``tails`` is what is read of what lies in lower tiers; None for all of it.
+    ``tails`` is what is read of what lies in lower tiers, or lacks something in DRAM; None for all there is.
 
     A block whose checksum is wrong may be found by its reader, which then does without; wrong bytes behind a
     right checksum may not.
@@ -44,7 +44,7 @@ def check_lease(
         WrongBytesError: they differ.
         TierReadError: a lower tier does not give them.
     """
-    slices = lease.slices if lease.is_in_dram else store.fetch(lease, tails)
+    slices = store.fetch(lease, tails)
     turns = []
     for part in slices:
         header = part.header

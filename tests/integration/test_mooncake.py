@@ -227,6 +227,10 @@ def test_a_client_reads_the_ends_of_objects_into_its_arena(master: Master) -> No
                     assert np.array_equal(block, value[size - num_bytes :])
                     assert (arena[:64] == 7).all()
                     assert (arena[64 + num_bytes :] == 7).all()
+        value = np.random.default_rng(70_000).integers(0, 256, 70_000, dtype=np.uint8)
+        for block in (arena[64:30_064], np.empty(30_000, np.uint8)):
+            assert client.get_into("o70000", block, 70_000, num_after=25_000)
+            assert np.array_equal(block, value[15_000:45_000])
         for num_bytes in (50, 100):
             for block in (arena[:num_bytes], np.empty(num_bytes, np.uint8)):
                 assert not client.get_into("no such object", block, 100)

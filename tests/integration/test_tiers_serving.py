@@ -56,6 +56,12 @@ def histories(name: str, answers: list[Answer]) -> list[int]:
     return history
 
 
+def questions_after(name: str, answers: list[Answer]) -> list[list[int]]:
+    """Prompts that go on in several ways after the first two answers."""
+    history = histories(name, answers[:2])
+    return [[*history, *random_prompt((name, "question", number), 5 + number)] for number in range(6)]
+
+
 def converse(server: ServerProcess, name: str, answers: list[Answer], num_turns: int, *, evict: bool) -> None:
     """Append ``num_turns`` answers; before each of them everything leaves the device, or nothing."""
     for _ in range(num_turns):
@@ -72,6 +78,8 @@ def kept(tiny_models: dict[str, Path]) -> dict[str, list[Answer]]:
     with ForkedServer(tiny_models["float32"], args=args) as server:
         for name in NAMES:
             converse(server, name, answers[name], NUM_TURNS, evict=False)
+        questions = questions_after("first", answers["first"])
+        answers["questions"] = [ask(server, question, max_new_tokens=12) for question in questions]
     return answers
 
 
@@ -137,6 +145,40 @@ def test_memory_for_one_conversation_and_a_disk_for_all(
         assert_nothing_left_behind(server)
     for name in NAMES:
         assert_same(kept[name][: len(answers[name])], answers[name])
+
+
+def test_what_memory_has_in_part_is_completed_from_the_disk(
+    tiny_models: dict[str, Path], kept: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    """Each restore has other heads: what was read for an earlier one stays, and the disk has the rest."""
+    options = {
+        "planner": "random",
+        "store_full_tail": True,
+        "host_memory": 32_000 * TOKEN_BYTES,
+        "ssd_dir": str(tmp_path / "ssd"),
+        "ssd_capacity": "2GiB",
+        "ssd_timeout": 10.0,
+    }
+    args, env = small_krul_server_args(POOL_TOKENS, options), {**STRICT, **WITH_PLUGIN}
+    answers: list[Answer] = []
+    with ForkedServer(tiny_models["float32"], args=args, env=env) as server:
+        converse(server, "first", answers, 2, evict=True)
+        assert "true" in backend("flush", "--endpoint", settled_stats(server)["daemon"]["endpoint"], "--json")
+    with ForkedServer(tiny_models["float32"], args=args, env=env) as server:
+        questions = questions_after("first", answers)
+        again = [ask(server, questions[0], max_new_tokens=12)]
+        before = settled_stats(server)
+        assert before["tier_hit_pages"]["ssd"] > 0
+        for number, question in enumerate(questions[1:]):
+            push_out(server, num_tokens=POOL_TOKENS, seed=("again", number))
+            again.append(ask(server, question, max_new_tokens=12))
+        after = settled_stats(server)
+        assert after["tier_hit_pages"]["ssd"] == before["tier_hit_pages"]["ssd"]
+        assert after["fetched_segments"] > before["fetched_segments"]
+        assert after["failed_fetches"] == 0
+        assert min(answer.host_tokens for answer in again) > 500
+        assert_nothing_left_behind(server)
+    assert_same([*kept["first"][:2], *kept["questions"]], [*answers, *again])
 
 
 async def flood(server: ServerProcess, prompts: list[list[int]], num_requests: int) -> list[str]:

@@ -59,11 +59,12 @@ class FakeObjectStore:
         value = self._objects("get", key).get(key)
         return value if value is not None and len(value) <= max_num_bytes else None
 
-    def get_into(self, key: str, block: Block, num_bytes: int) -> bool:
+    def get_into(self, key: str, block: Block, num_bytes: int, num_after: int = 0) -> bool:
         value = self._objects("get_into", key).get(key)
         if value is None or len(value) != num_bytes:
             return False
-        block[:] = np.frombuffer(value, dtype=np.uint8)[num_bytes - block.nbytes :]
+        end = num_bytes - num_after
+        block[:] = np.frombuffer(value, dtype=np.uint8)[end - block.nbytes : end]
         self._cluster.num_bytes_read += block.nbytes
         return True
 

@@ -13,7 +13,7 @@ import numpy as np
 from krul_backend.errors import TierReadError
 from krul_backend.planner.interface import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats, tail_is_right
+from krul_backend.tiers.common.interface import Block, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
@@ -141,9 +141,9 @@ class FakeTier(LowerTier):
     def _read_layer(self, read: TailRead, layer: int) -> None:
         record: Record = read.run.segment
         block, content = read.blocks[layer], record.content[layer]
-        block[:] = np.frombuffer(content, dtype=np.uint8)[len(content) - block.nbytes :]
-        checksum, range_bytes = record.checksums[layer], record.manifest.range_bytes
-        if self.checks_bytes and not tail_is_right(block, checksum, block.nbytes, range_bytes):
+        end = read.end_of(layer)
+        block[:] = np.frombuffer(content, dtype=np.uint8)[end - block.nbytes : end]
+        if self.checks_bytes and not read.is_right(layer):
             read.fail(TierReadError("wrong bytes"))
             return
         with self._lock:

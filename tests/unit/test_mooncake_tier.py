@@ -457,6 +457,24 @@ def test_the_ends_of_several_segments_are_read_layer_by_layer(host: Host, cluste
     assert asked == ["0", "0", "1", "1"]
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_is_before_an_end_is_read_alone(host: Host, cluster: FakeCluster, is_damaged: bool) -> None:
+    tier = host()
+    stored, runs = put_three(tier)
+    tails = Tails(runs[:1], [(20, 0)])
+    tails.reads[0].num_after = (60, 20)
+    if is_damaged:
+        # In the middle of the block, which is read then.
+        tails.reads[0].num_after = (40, 20)
+        cluster.damage(runs[0].segment.block_key(0))
+    tier.fetch(tails.reads)
+    assert bool(tails.errors) == is_damaged
+    if not is_damaged:
+        np.testing.assert_array_equal(tails.blocks[0][0], stored[0][0][20:40])
+        assert tails.order == [(0, 0), (0, 1)]
+    assert cluster.num_bytes_read == 20
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_wrong_bytes_in_an_end_fail_their_segment_alone(host: Host, cluster: FakeCluster, layer: int) -> None:
     tier = host()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from krul_backend.planner.interface import ComputeCost, TierCost
 from krul_backend.planner.planners import LocalSearchPlanner
-from krul_backend.tiers.common.interface import DRAM_TIER
+from krul_backend.planner.timing import FrontPart, RestoreTiming
+from krul_backend.tiers.common.interface import DRAM_TIER, LowerCopy
 from krul_sglang.engine.restore import restore_planning
 from krul_sglang.engine.restore.segment_reader import SegmentReader
 from tests.support.planning_builders import (
@@ -18,6 +20,7 @@ from tests.support.planning_builders import (
     OneCannotRead,
     costs_of,
     leased,
+    lowest_heads,
     no_heads,
     planning_of,
 )
@@ -34,6 +37,21 @@ def sunk(slices: Sequence[SegmentReader], tier: str = "ssd", first: int = 1) -> 
         )
         for number, part in enumerate(slices)
     ]
+
+
+def in_part(slices: Sequence[SegmentReader], num_tokens: int) -> list[SegmentReader]:
+    """Of each slice DRAM lacks the first tokens; the SSD has them."""
+    parts = []
+    for part in slices:
+        header = part.source.header
+        held = (part.first_token + num_tokens,) * NUM_LAYERS
+        source = replace(
+            part.source,
+            header=replace(header, layer_first_token=held),
+            lower=LowerCopy("ssd", header.layer_first_token),
+        )
+        parts.append(SegmentReader(source, part.decoder, part.num_tokens))
+    return parts
 
 
 class AskedTiers:
@@ -105,6 +123,47 @@ def test_the_plan_follows_the_costs_of_the_lower_tier(byte_s: float, is_loaded: 
     slices = sunk(leased(planning), first=0)
     planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=4)
     assert (planned is not None) == is_loaded
+
+
+def test_what_dram_lacks_costs_what_its_tier_costs() -> None:
+    planner = HeadsPlanner(no_heads)
+    tiers = AskedTiers({"ssd": TierCost(0.25, 3.0)})
+    planning = planning_of(planner, costs=costs_of(byte_s=1.0), tier_costs=tiers)
+    whole = leased(planning)
+    parts = in_part(whole, 8)
+    planned = planning.plan(parts, device_tokens=DEVICE_TOKENS, new_tokens=1)
+    (problem,) = planner.problems
+    assert lowest_heads(problem) == [DEVICE_TOKENS] * NUM_LAYERS
+    assert [run.front_end for run in problem.runs] == [
+        (run.first_token + 8,) * NUM_LAYERS for run in problem.runs
+    ]
+    assert planned is not None
+    num_bytes, num_front_bytes = (NUM_LAYERS * TOKEN_BYTES * tokens for tokens in (48, 8 * len(parts)))
+    # What comes from the disk passes through DRAM, like all else.
+    expected_s = num_bytes + 2.0 * num_front_bytes + 0.25 * NUM_LAYERS * len(parts)
+    assert planned.forecast.load_s == pytest.approx(expected_s)
+    # Heads that end where DRAM begins leave nothing for the disk.
+    timing = RestoreTiming(problem)
+    ends = np.array([[DEVICE_TOKENS + tokens] * NUM_LAYERS for tokens in (4, 8)])
+    of_fronts = [part.seconds(ends).sum(axis=1) for part in timing.load_parts if isinstance(part, FrontPart)]
+    assert of_fronts[0].tolist() == pytest.approx([NUM_LAYERS * (0.25 + 2.0 * 4 * TOKEN_BYTES), 0.0])
+
+
+@pytest.mark.parametrize(("byte_s", "is_read"), [(1e-6, True), (100.0, False)])
+def test_heads_grow_shorter_than_what_dram_lacks_if_its_tier_is_fast(byte_s: float, is_read: bool) -> None:
+    tiers = AskedTiers({"ssd": TierCost(0.0, byte_s)})
+    planning = planning_of(LocalSearchPlanner(), costs=costs_of(1.0, 1e-6), tier_costs=tiers)
+    planned = planning.plan(in_part(leased(planning), 8)[:1], device_tokens=DEVICE_TOKENS, new_tokens=4)
+    assert planned is not None
+    assert (planned.plan.head_ends[-1] < DEVICE_TOKENS + 8) == is_read
+
+
+def test_what_dram_lacks_is_computed_if_the_costs_of_its_tier_are_not_known() -> None:
+    planner = HeadsPlanner(lowest_heads)
+    planning = planning_of(planner)
+    planned = planning.plan(in_part(leased(planning), 8)[:1], device_tokens=DEVICE_TOKENS, new_tokens=1)
+    assert planned is not None
+    assert planned.plan.head_ends == (DEVICE_TOKENS + 8,) * NUM_LAYERS
 
 
 def test_a_tier_of_unknown_costs_is_not_loaded_from() -> None:

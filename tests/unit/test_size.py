@@ -17,18 +17,18 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 44_790),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 12_980),
+    "product": (PRODUCT, 45_010),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 12_990),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_000,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        14_780,
+        14_970,
     ),
     "benchmarks": (("benchmarks",), 9_610),
-    "tests": (("tests",), 57_340),
+    "tests": (("tests",), 57_800),
     "tests/support": (("tests/support",), 5_640),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

@@ -84,7 +84,8 @@ class StoredRun:
     Per layer ``l``: ``layer_token_bytes[l]`` are the bytes of a token in its block, ``decode[l]`` what it
     costs to decode into the pool, ``last_use[l] >= l`` the last layer that needs its block (the other one of
     a pair, or itself), ``stored_from[l]`` in ``[first_token, end_token]`` the first token from which the
-    layer can be loaded; what is before it was left out when it was stored.
+    layer can be loaded; what is before it was left out when it was stored. ``tier`` may lack the tokens
+    before ``front_end[l]``: then they are brought from ``front_tier`` first.
     """
 
     tier: str
@@ -94,6 +95,8 @@ class StoredRun:
     decode: tuple[DecodeCost, ...]
     last_use: tuple[int, ...]
     stored_from: tuple[int, ...]
+    front_tier: str | None = None
+    front_end: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from krul_backend.errors import RestoreError
-from krul_backend.planner.interface import RestorePlan, RestoreProblem, TierCost
+from krul_backend.planner.interface import RestorePlan, RestoreProblem, StoredRun, TierCost
 
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]
@@ -72,6 +72,23 @@ class LoadPart:
         return seconds
 
 
+class FrontPart:
+    """What load steps take longer because one run's ``front_tier`` has the beginnings of its blocks."""
+
+    def __init__(self, run: StoredRun, tier: TierCost, front: TierCost) -> None:
+        self.last_use = run.last_use
+        self._from = np.array(run.last_use, np.int64)
+        self._first, self._end = run.first_token, np.array(run.front_end, np.int64)
+        self._latency_s = max(0.0, front.latency_s - tier.latency_s)
+        self._token_s: Floats = max(0.0, front.byte_s - tier.byte_s) * np.array(run.layer_token_bytes)
+
+    def seconds(self, head_ends: Tokens) -> Floats:
+        """As ``LoadPart.seconds``."""
+        tokens = (self._end - np.maximum(head_ends[:, self._from], self._first)).clip(0)
+        seconds: Floats = self._token_s * tokens + np.where(tokens > 0, self._latency_s, 0.0)
+        return seconds
+
+
 class RestoreTiming:
     """Times of the head ends of one problem, and which are allowed.
 
@@ -108,7 +125,12 @@ class RestoreTiming:
         is_last = (once_s[::-1] > 0).cumsum(axis=0)[::-1] == 1
         self._decode_run_s: Floats = segment_s + np.where(is_last, once_s, 0.0)  # [R, L]
         self._decode_token_s: Floats = decode_s  # [R, L]
-        self.load_parts = tuple(self._load_parts(copy_s, token_s))
+        fronts = (
+            FrontPart(run, tier, _tier(problem, run.front_tier))
+            for run, tier in zip(runs, tiers, strict=True)
+            if run.front_tier is not None
+        )
+        self.load_parts: tuple[LoadPart | FrontPart, ...] = (*self._load_parts(copy_s, token_s), *fronts)
 
         page = problem.page_size
         stored_from: Tokens = _tokens([run.stored_from for run in runs], shape)

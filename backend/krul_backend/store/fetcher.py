@@ -12,11 +12,11 @@ from typing import Any
 from krul_backend.errors import NotAdmittedError, Refusal, StoreClosedError, TierReadError
 from krul_backend.segment import SegmentManifest
 from krul_backend.store.tiered_lease import LowerPart
-from krul_backend.tiers.common.interface import Lease, SegmentTail, checksums_of
+from krul_backend.tiers.common.interface import Lease, SegmentTail, block_checksum, checksums_of
 from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import QueuedRead, ReadPriority
-from krul_backend.tiers.dram import Arrival, HostStore
+from krul_backend.tiers.dram import Arrival, HostStore, StoredSegment
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,21 @@ class Coming:
     run: PageRun[Any]
     arrival: Arrival
     is_prefetch: bool
+    part: StoredSegment | None = None
+    """What it completes, in DRAM; held."""
+
+    def read(self) -> TailRead:
+        """What the tier is asked for. The ends that DRAM has are copied here, if they are right."""
+        blocks, part = self.arrival.blocks, self.part
+        num_held = [0] * len(blocks)
+        for layer, end in enumerate(() if part is None else part.blocks):
+            assert part is not None
+            copy = blocks[layer][blocks[layer].nbytes - end.nbytes :]
+            copy[:] = end
+            if block_checksum(copy, part.manifest.range_bytes) == part.checksums[layer]:
+                num_held[layer] = end.nbytes
+        fronts = [block[: block.nbytes - num] for block, num in zip(blocks, num_held, strict=True)]
+        return TailRead(self.run, fronts, self.arrival.landed, self.fail, num_held)
 
     def fail(self, error: TierReadError) -> None:
         """The tier cannot read it."""
@@ -73,13 +88,20 @@ class Fetcher:
         self.num_failed = 0
 
     def admit(
-        self, part: LowerPart, clear_mark: int, tail: SegmentTail | None = None, *, is_prefetch: bool = False
+        self,
+        part: LowerPart,
+        clear_mark: int,
+        tail: SegmentTail | None = None,
+        *,
+        is_prefetch: bool = False,
+        completes: int | None = None,
     ) -> tuple[Lease, Coming | None]:
         """Make room for a part in DRAM, and turn the tier's hold of it into a lease on the segment there.
 
         It comes when the caller gives what this returns to ``start``; None if it is there, or on its way.
         ``clear_mark`` is the tiered lease's. ``tail``: what of the segment is read, None for all of it.
-        ``is_prefetch``: no load has asked yet.
+        ``is_prefetch``: no load has asked yet. ``completes``: a leased segment in DRAM, of which ``tail`` has
+        no less; it is copied, and when the rest has come the new segment takes its place.
 
         Raises:
             NotAdmittedError: there is no room in DRAM, or too much on its way. The tier still holds the part.
@@ -95,7 +117,10 @@ class Fetcher:
                 arrival, lease = self._admit(part, manifest, clear_mark)
                 arrival.segment.is_prefetched = is_prefetch
                 self._count_prefetched(prefetched_bytes)
-                return lease, Coming(part.tier, part.run, arrival, is_prefetch)
+                # If it has left the index, all of it is read.
+                held = None if completes is None else self._host.hold(completes)
+                arrival.segment.completes = held
+                return lease, Coming(part.tier, part.run, arrival, is_prefetch, held)
         part.tier.release(part.run)
         if not is_prefetch:
             self.hurry(copy)
@@ -187,12 +212,11 @@ class Fetcher:
 
     def _read(self, tier: LowerTier, together: Sequence[Coming]) -> None:
         """Read, then end the arrivals and the holds whatever happened."""
-        reads = [TailRead(each.run, each.arrival.blocks, each.arrival.landed, each.fail) for each in together]
         try:
             with self._counting:
                 queued = self._reads[together[0].arrival.segment.segment_id]
             if not self._is_closing.is_set():
-                tier.fetch(reads, lambda: queued.priority)
+                tier.fetch([each.read() for each in together], lambda: queued.priority)
         except TierReadError as error:
             logger.info("%d segments did not come from %s: %s", len(together), tier.name, error)
         except Exception:
@@ -208,6 +232,8 @@ class Fetcher:
             has_arrived = arrival.end()
         finally:
             coming.tier.release(coming.run)
+            if coming.part is not None:
+                self._host.unhold(coming.part)
             if coming.is_prefetch:
                 self._count_prefetched(-arrival.segment.manifest.num_bytes)
             self._count(has_arrived=has_arrived)

@@ -108,8 +108,10 @@ class KVStore(Protocol):
     ) -> tuple[SegmentSlice, ...]:
         """The lease's slices, with blocks: what lies in a lower tier starts to come into DRAM.
 
-        ``tails[i]`` says what of slice ``i`` is read if it lies there; None is all of it. Slices after the
-        last of ``tails`` are left where they are, and not returned; without ``tails`` all come whole.
+        ``tails[i]`` says what of slice ``i`` is read if it lies there; None is all of it. If DRAM has less
+        of it than ``tails[i]``, and a copy has more (``SegmentSlice.lower``), the rest is read, and completes
+        it. Slices after the last of ``tails`` are left where they are, and not returned; without ``tails``
+        all come whole, as far as DRAM does not have them.
 
         Does not wait for bytes. Layers land in ascending order, layer 0 of all slices before layer 1 of any,
         about; ``SegmentSlice.status`` tells. What was fetched stays in DRAM as an ordinary segment, pinned by

@@ -6,10 +6,18 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from operator import ge
 from typing import Any
 
 from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.tiers.common.interface import FastCopies, Lease, SegmentSlice
+from krul_backend.tiers.common.interface import (
+    DRAM_TIER,
+    FastCopies,
+    Lease,
+    SegmentSlice,
+    checksum_of_tail,
+)
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram import HostStore
@@ -64,13 +72,74 @@ Part = Lease | LowerPart
 class TieredLease:
     """The parts of a lease in conversation order. ``lock`` guards all of it.
 
-    ``clear_mark`` is a mark of ``HostStore.clear_mark``, taken before any tier was asked.
+    ``clear_mark`` is a mark of ``HostStore.clear_mark``, taken before any tier was asked. ``completions``, by
+    the number of a slice: the copy in a lower tier that has more of it than DRAM, or what was made of both.
     """
 
     parts: list[Part]
     clear_mark: int
+    completions: dict[int, Part]
     is_released: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def fuller_copies(
+    host: HostStore,
+    tiers: Sequence[LowerTier],
+    model: ModelIdentity,
+    page_keys: Sequence[str],
+    token_ids: TokenIds,
+    slices: Sequence[SegmentSlice],
+) -> dict[int, LowerPart]:
+    """Hold the copies in lower tiers that have more of leased slices than DRAM, by the slices' numbers.
+
+    Only copies of which DRAM has the ends, as all their checksums say, and that the tiers know of. A tier is
+    asked once for slices that follow each other.
+    """
+    size, copies = model.page_size, dict[int, LowerPart]()
+    bounds = [0, *accumulate(piece.end_page - piece.first_page for piece in slices)]
+
+    def is_wanted(tier: LowerTier, number: int) -> bool:
+        keys = page_keys[bounds[number] : bounds[number + 1]]
+        return number not in copies and _is_part(slices[number]) and not tier.find_missing(model, keys)
+
+    for tier in tiers:
+        wanted = [number for number in range(len(slices)) if is_wanted(tier, number)]
+        # Numbers that follow each other grow like their places.
+        for _, places in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
+            numbers = [number for _, number in places]
+            at, end, first = bounds[numbers[0]], bounds[numbers[-1] + 1], slices[numbers[0]]
+            next_token = first.header.start_token + first.first_page * size
+            keys, tokens = page_keys[at:end], token_ids[at * size : end * size]
+            for run in tier.match(model, keys, tokens, next_token):
+                part = LowerPart(tier, run, host.next_id())
+                number = bounds.index(at) if at in bounds else None
+                if number is not None and _has_more(part.slices[0], slices[number]):
+                    copies[number] = part
+                else:
+                    tier.release(run)
+                at += run.num_pages
+    return copies
+
+
+def _is_part(piece: SegmentSlice) -> bool:
+    """Whether DRAM has the slice, and lacks tokens of its segment in some layer."""
+    start_token = piece.header.start_token
+    return piece.tier == DRAM_TIER and any(first > start_token for first in piece.header.layer_first_token)
+
+
+def _has_more(copy: SegmentSlice, piece: SegmentSlice) -> bool:
+    """Whether a copy of a slice has all that the slice has of its segment, and more."""
+    whole, part = copy.header, piece.header
+    alike = ("start_token", "num_tokens", "codec", "codec_params", "range_bytes")
+    ends = zip(copy.checksums, piece.checksums, part.layer_num_bytes, strict=True)
+    return (
+        (copy.first_page, copy.end_page) == (piece.first_page, piece.end_page)
+        and all(getattr(whole, name) == getattr(part, name) for name in alike)
+        and all(map(ge, whole.layer_num_bytes, part.layer_num_bytes))
+        and whole.layer_num_bytes != part.layer_num_bytes
+        and all(checksum_of_tail(of_copy, size, part.range_bytes) == own for of_copy, own, size in ends)
+    )
 
 
 def release_parts(host: HostStore, parts: Sequence[Part]) -> None:

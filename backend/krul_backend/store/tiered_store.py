@@ -18,7 +18,14 @@ from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.advice import Advisor
 from krul_backend.store.fetcher import Coming, Fetcher
 from krul_backend.store.interface import KVStore
-from krul_backend.store.tiered_lease import LowerPart, Part, PrefixWalk, TieredLease, release_parts
+from krul_backend.store.tiered_lease import (
+    LowerPart,
+    Part,
+    PrefixWalk,
+    TieredLease,
+    fuller_copies,
+    release_parts,
+)
 from krul_backend.store.write_behind import WriteBehind
 from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.common.interface import (
@@ -27,6 +34,7 @@ from krul_backend.tiers.common.interface import (
     DamageReport,
     FastCopies,
     Lease,
+    LowerCopy,
     PathSegment,
     Prefetched,
     Reservation,
@@ -118,21 +126,33 @@ class TieredStore(KVStore):
         fast_copies: FastCopies = "prefer",
     ) -> Lease | None:
         clear_mark, parts = self._match(model, page_keys, token_ids, fast_copies=fast_copies)
-        slices = tuple(piece for part in parts for piece in part.slices)
+        slices = [piece for part in parts for piece in part.slices]
         num_pages = sum(part.num_pages for part in parts)
-        lease = Lease(self._host.next_id(), num_pages, slices)
+        completions: dict[int, Part] = {}
+        if fast_copies == "prefer":
+            keys, tokens = tuple(page_keys), np.asarray(token_ids)
+            try:
+                completions |= fuller_copies(self._host, self._tiers, model, keys, tokens, slices)
+            except BaseException:
+                release_parts(self._host, parts)
+                raise
+        for number, copy in completions.items():
+            (piece,) = copy.slices
+            lower = LowerCopy(piece.tier, piece.header.layer_first_token)
+            slices[number] = dataclasses.replace(slices[number], lower=lower)
+        lease = Lease(self._host.next_id(), num_pages, tuple(slices))
         with self._lock:
             is_closed = self._is_closed
             if not is_closed:
                 if fast_copies == "prefer":
                     self._lookups += 1
                     self._missed_pages += len(page_keys) - num_pages
-                    for part in slices:
-                        self._tier_hit_pages[part.tier] += part.end_page - part.first_page
+                    for piece in slices:
+                        self._tier_hit_pages[piece.tier] += piece.end_page - piece.first_page
                 if parts:
-                    self._leases[lease.lease_id] = TieredLease(parts, clear_mark)
+                    self._leases[lease.lease_id] = TieredLease(parts, clear_mark, completions)
         if is_closed:
-            release_parts(self._host, parts)
+            release_parts(self._host, [*parts, *completions.values()])
             raise StoreClosedError("the KV store was closed")
         return lease if parts else None
 
@@ -162,7 +182,18 @@ class TieredStore(KVStore):
                         coming += [] if read is None else [read]
                     else:
                         self._fetcher.hurry(part)
-                    slices += self._host.fetch(part)
+                    for piece in self._host.fetch(part):
+                        number = len(slices)
+                        tail = wanted[number] if number < len(wanted) else None
+                        copy = held.completions.get(number)
+                        if isinstance(copy, LowerPart) and tail is not None and not piece.holds(tail):
+                            tail = tail.with_held(piece.header)
+                            copy, read = self._fetcher.admit(
+                                copy, held.clear_mark, tail, completes=piece.segment_id
+                            )
+                            held.completions[number] = copy
+                            coming += [] if read is None else [read]
+                        slices += self._host.fetch(copy) if isinstance(copy, Lease) else (piece,)
             finally:
                 self._fetcher.start(coming)
         return tuple(slices[: len(wanted)])
@@ -197,7 +228,7 @@ class TieredStore(KVStore):
     def _end_lease(self, held: TieredLease) -> None:
         with held.lock:
             held.is_released = True
-            release_parts(self._host, held.parts)
+            release_parts(self._host, [*held.parts, *held.completions.values()])
 
     def _match(
         self,

@@ -246,7 +246,7 @@ class RestorePlanning:
     def _runs(self, readers: Sequence[SegmentReader]) -> tuple[StoredRun, ...] | None:
         """The segments as the planner sees them; None if the cost of reading one's tier is not known."""
         tiers = {reader.source.tier for reader in readers}
-        if tiers != {DRAM_TIER}:
+        if tiers != {DRAM_TIER} or any(reader.source.lower for reader in readers):
             self._ask_tiers()
         if not tiers <= self._known_tiers:
             return None
@@ -268,6 +268,14 @@ class RestorePlanning:
         # A block is read to its end: of a segment that goes on otherwise, more than is wanted.
         num_read = header.end_token + reader.shift - first_token
         read_share = num_read / reader.num_tokens / header.num_tokens
+        lower = reader.source.lower
+        if lower is not None and lower.tier not in self._known_tiers:
+            lower = None
+
+        def decodable(layer_first_token: Sequence[int]) -> tuple[int, ...]:
+            starts = decoder.decodable_from(layer_first_token)
+            return tuple(min(max(first_token, token + reader.shift), end_token) for token in starts)
+
         return StoredRun(
             tier=reader.source.tier,
             first_token=first_token,
@@ -275,10 +283,9 @@ class RestorePlanning:
             layer_token_bytes=tuple(num_bytes * read_share for num_bytes in decoder.layer_num_bytes),
             decode=decoder.stored_as.decode_costs(decode_costs),
             last_use=decoder.last_use,
-            stored_from=tuple(
-                min(max(first_token, token + reader.shift), end_token)
-                for token in decoder.decodable_from(header.layer_first_token)
-            ),
+            stored_from=decodable(header.layer_first_token if lower is None else lower.layer_first_token),
+            front_tier=None if lower is None else lower.tier,
+            front_end=() if lower is None else decodable(header.layer_first_token),
         )
 
     def _agreed_bounds(

@@ -117,7 +117,7 @@ class SegmentReader:
         first_tokens = [
             header.start_token + row if row < self.end_row else header.end_token for row in self._first_rows
         ]
-        kept = tuple(map(max, self.decoder.kept_from(first_tokens), header.layer_first_token))
+        kept = tuple(map(max, self.decoder.kept_from(first_tokens), self.source.loadable_from))
         return SegmentTail(kept, self.decoder.kept_num_bytes(kept))
 
     def num_tail_bytes(self, source: int, layer: int) -> int:

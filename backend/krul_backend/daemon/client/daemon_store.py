@@ -243,8 +243,9 @@ class DaemonStore(KVStore):
         with self._lock:
             self._check_open()
             connection = self._leases[lease.lease_id]
-        if lease.is_in_dram:
-            return lease.slices if tails is None else lease.slices[: len(tails)]
+        of_slices = [None] * len(lease.slices) if tails is None else tails
+        if all(piece.holds(tail) for piece, tail in zip(lease.slices, of_slices, strict=False)):
+            return lease.slices[: len(of_slices)]
         try:
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that gave the lease is gone, or does not answer")

@@ -63,6 +63,20 @@ class SegmentTail(NamedTuple):
     layer_first_token: tuple[int, ...]
     layer_num_bytes: tuple[int, ...]
 
+    def with_held(self, header: SegmentHeader) -> SegmentTail:
+        """What is read together with what of the segment is held already."""
+        first_tokens = map(min, self.layer_first_token, header.layer_first_token)
+        sizes = map(max, self.layer_num_bytes, header.layer_num_bytes)
+        return SegmentTail(tuple(first_tokens), tuple(sizes))
+
+
+class LowerCopy(NamedTuple):
+    """Says that a lower tier holds more of a segment than DRAM: of layer ``l`` the tokens from
+    ``layer_first_token[l]`` on. Where DRAM holds a layer, both have the same bytes."""
+
+    tier: str
+    layer_first_token: tuple[int, ...]
+
 
 class LayerStatus:
     """Says which layers of a segment have landed in DRAM. One process writes the flags, all may read them.
@@ -120,7 +134,8 @@ class SegmentSlice:
     and reports a difference with ``report_damage``.
 
     ``tier`` is where the bytes come from. If it is not DRAM, there are no blocks and no spans before
-    ``KVStore.fetch``; after it, ``status`` says which layers have landed (None: all have).
+    ``KVStore.fetch``; after it, ``status`` says which layers have landed (None: all have). If DRAM has the
+    blocks in part, ``lower`` may say where the rest is, which ``fetch`` completes them with.
 
     Between daemon and client, which share the arena, it travels without ``blocks`` and ``status``: the client
     makes them of ``spans`` and of ``status_span``, where the flags of the status lie.
@@ -136,6 +151,17 @@ class SegmentSlice:
     end_page: int
     status: LayerStatus | None = None
     status_span: Span | None = None
+    lower: LowerCopy | None = None
+
+    @property
+    def loadable_from(self) -> tuple[int, ...]:
+        """``[L]``: the token from which on each layer can be fetched."""
+        return self.header.layer_first_token if self.lower is None else self.lower.layer_first_token
+
+    def holds(self, tail: SegmentTail | None) -> bool:
+        """Whether nothing has to be fetched for a load that reads ``tail``, or what there is."""
+        sizes = zip(() if tail is None else tail.layer_num_bytes, self.header.layer_num_bytes, strict=False)
+        return self.tier == DRAM_TIER and all(wanted <= held for wanted, held in sizes)
 
     def is_right(self, layer: int, num_bytes: int | None = None) -> bool:
         """Whether the last ``num_bytes`` of a layer's block, or all of it, are what was committed; with them

@@ -17,14 +17,16 @@ from typing import Any, Literal
 
 from krul_backend.errors import TierReadError
 from krul_backend.planner import TierCost
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
+from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, num_ranges
 from krul_backend.tiers.common.interface import (
+    CHECKSUM_BYTES,
     Block,
     Checksums,
     Clock,
     DamageReport,
     SegmentInfo,
     TierStats,
+    tail_is_right,
 )
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
@@ -71,7 +73,8 @@ class TierCounters:
 
 class TailRead:
     """Asks a tier for the end of each block of a held run's segment: the last ``blocks[l].nbytes`` bytes of
-    layer ``l``'s, whole ranges, are read into ``blocks[l]``.
+    layer ``l``'s, whole ranges, are read into ``blocks[l]``; with ``num_after``, those before the last
+    ``num_after[l]`` bytes, which are whole ranges, too.
 
     The tier calls ``landed(layer)`` for each layer, in ascending order, when its bytes are written and their
     checksums are right, for layers of no bytes, too; or once ``fail(error)``, after which nothing lands.
@@ -83,12 +86,26 @@ class TailRead:
         blocks: Sequence[Block],
         landed: Callable[[int], None],
         failed: Callable[[TierReadError], None],
+        num_after: Sequence[int] | None = None,
     ) -> None:
         self.run = run
+        self.num_after = (0,) * len(blocks) if num_after is None else tuple(num_after)
         self.blocks = blocks
         self.landed = landed
         self.error: TierReadError | None = None
         self._failed = failed
+
+    def end_of(self, layer: int) -> int:
+        """Where in a layer's stored block ends what is read."""
+        num_bytes: int = self.run.segment.manifest.layer_num_bytes[layer]
+        return num_bytes - self.num_after[layer]
+
+    def is_right(self, layer: int) -> bool:
+        """Whether the bytes that were read of a layer are what was committed."""
+        segment, block = self.run.segment, self.blocks[layer]
+        range_bytes, checksum = segment.manifest.range_bytes, segment.checksums[layer]
+        num_read = len(checksum) - CHECKSUM_BYTES * num_ranges(self.num_after[layer], range_bytes)
+        return tail_is_right(block, checksum[:num_read], block.nbytes, range_bytes)
 
     def attempt(self, work: Callable[[], None]) -> None:
         """Go on with the read, unless it has failed. A TierReadError of ``work`` fails it."""

@@ -266,6 +266,17 @@ class DramBooks:
         self._quotas.add(segment)
         return True
 
+    def replace(self, part: StoredSegment, fuller: StoredSegment) -> None:
+        """Index a segment in the place of one with less of the same blocks, if that is still there."""
+        if not part.is_indexed or part.segment_id in self.leaving:
+            return
+        pinned_s = self.pins.remaining_s(part.segment_id)
+        self.remove(part)
+        self.publish(fuller)
+        self.touch(self.index.path_to(fuller))
+        if pinned_s:
+            self.pins.pin(fuller, pinned_s)
+
     def touch_pages(self, model: ModelIdentity, page_keys: Sequence[str]) -> None:
         """Note a use of all that is stored of these pages, and of what they continue."""
         for index in (self.index, self.fast_copies):

@@ -268,6 +268,9 @@ class Reservations:
             if books is None:
                 return
             books.arriving.pop(segment.segment_id, None)
+            part, segment.completes = segment.completes, None
+            if is_whole and part is not None:
+                books.replace(part, segment)
             if not is_whole and segment.is_indexed:
                 books.remove(segment)
             books.unpin((segment,))

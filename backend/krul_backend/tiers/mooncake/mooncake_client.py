@@ -173,8 +173,9 @@ class MooncakeClient:
         value: bytes = self._store.get(key)
         return value or None
 
-    def get_into(self, key: str, block: Block, num_bytes: int) -> bool:
-        """Fill ``block`` with the end of an object of ``num_bytes``; False if there is no such object.
+    def get_into(self, key: str, block: Block, num_bytes: int, num_after: int = 0) -> bool:
+        """Fill ``block`` with the end of an object of ``num_bytes``, or with what is before the last
+        ``num_after``; False if there is no such object.
 
         Returns when nothing writes to ``block`` any more, also after an error.
         """
@@ -182,13 +183,14 @@ class MooncakeClient:
             value = self.get(key, num_bytes)
             if value is None or len(value) != num_bytes:
                 return False
-            block[:] = np.frombuffer(value, dtype=np.uint8)[num_bytes - block.nbytes :]
+            end = num_bytes - num_after
+            block[:] = np.frombuffer(value, dtype=np.uint8)[end - block.nbytes : end]
             return True
         address = block.ctypes.data
         if block.nbytes == num_bytes:
             code = self._store.get_into(key, address, num_bytes)
         else:
-            first = num_bytes - block.nbytes
+            first = num_bytes - num_after - block.nbytes
             codes = self._store.get_into_ranges([address], [[key]], [[[0]]], [[[first]]], [[[block.nbytes]]])
             code = codes[0][0][0]
         # INVALID_PARAMS: the object is larger than the block.

@@ -19,7 +19,6 @@ from krul_backend.tiers.common.interface import (
     DamageReport,
     SegmentInfo,
     TierStats,
-    tail_is_right,
 )
 from krul_backend.tiers.common.lower_tier import (
     LowerTier,
@@ -165,7 +164,7 @@ class MooncakeTier(LowerTier):
 
     def _read_layer(self, store: MooncakeClient, read: TailRead, layer: int) -> None:
         if read.blocks[layer].nbytes:
-            self._read_block(store, read.run.segment, layer, read.blocks[layer])
+            self._read_block(store, read, layer)
         read.landed(layer)
 
     def put(
@@ -239,9 +238,12 @@ class MooncakeTier(LowerTier):
         for segment in self._known.segments():
             try:
                 store = self._connection.store()
-                for layer, size in enumerate(segment.manifest.layer_num_bytes):
+                run, sizes = PageRun(segment, 0, 1), segment.manifest.layer_num_bytes
+                blocks = [np.empty(size, dtype=np.uint8) for size in sizes]
+                read = TailRead(run, blocks, lambda layer: None, lambda error: None)
+                for layer, size in enumerate(sizes):
                     if size:
-                        self._read_block(store, segment, layer, np.empty(size, dtype=np.uint8))
+                        self._read_block(store, read, layer)
                         num_blocks, num_bytes = num_blocks + 1, num_bytes + size
             except _WrongBytesError:
                 bad_segments.append(segment.segment_id)
@@ -306,16 +308,17 @@ class MooncakeTier(LowerTier):
             self._known.forget(segment)
             raise TierReadError("the segment was cleared")
 
-    def _read_block(self, store: MooncakeClient, segment: StoredObject, layer: int, block: Block) -> None:
-        """Read the end of a layer's block, whole ranges."""
-        manifest, started_s = segment.manifest, self._clock()
-        if not store.get_into(segment.block_key(layer), block, manifest.layer_num_bytes[layer]):
+    def _read_block(self, store: MooncakeClient, read: TailRead, layer: int) -> None:
+        segment: StoredObject = read.run.segment
+        block, started_s = read.blocks[layer], self._clock()
+        num_bytes = segment.manifest.layer_num_bytes[layer]
+        if not store.get_into(segment.block_key(layer), block, num_bytes, read.num_after[layer]):
             if self._known.forget(segment):
                 self._counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
             raise TierReadError(f"layer {layer} is not in the Mooncake cluster any more")
         took_s = self._clock() - started_s
         self._cost.correct(lambda cost: seen_cost(cost, block.nbytes, took_s))
-        if not tail_is_right(block, segment.checksums[layer], block.nbytes, manifest.range_bytes):
+        if not read.is_right(layer):
             self._counters.add(corrupted_segments=1)
             self._known.forget(segment)
             self._remove(segment)

@@ -15,7 +15,7 @@ import numpy as np
 
 from krul_backend.errors import RecordError, StoreClosedError, TierReadError
 from krul_backend.planner import TierCost
-from krul_backend.tiers.common.interface import Block, tail_is_right
+from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.common.lower_tier import MeasuredCost, TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
@@ -53,9 +53,9 @@ class _TailOfSegment:
         self.read = read
         self.file = file
         self.segment: SsdSegment = read.run.segment
-        record, sizes = self.segment.record, self.segment.manifest.layer_num_bytes
-        # [begin, end) of the file has the end of each layer's block.
-        self._ends = [record_offset + at + size for at, size in zip(record.block_offsets, sizes, strict=True)]
+        offsets = self.segment.record.block_offsets
+        # [begin, end) of the file has what is read of each layer's block.
+        self._ends = [record_offset + at + read.end_of(layer) for layer, at in enumerate(offsets)]
         self._begins = [end - block.nbytes for end, block in zip(self._ends, read.blocks, strict=True)]
         self._next_layer = 0
 
@@ -101,11 +101,10 @@ class _TailOfSegment:
             self._finish(self._next_layer)
 
     def _finish(self, layer: int) -> None:
-        block, segment = self.read.blocks[layer], self.segment
-        if not tail_is_right(block, segment.checksums[layer], block.nbytes, segment.manifest.range_bytes):
+        if not self.read.is_right(layer):
             raise RecordError(f"the block of layer {layer} has a wrong checksum")
         # After a clear no further layer may be used: the model's weights may have changed.
-        if not segment.is_indexed:
+        if not self.segment.is_indexed:
             raise TierReadError("the segment left the SSD tier while it was read")
         self._next_layer = layer + 1
         self.read.landed(layer)
