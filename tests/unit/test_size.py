@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 43_500),
+    "product": (PRODUCT, 44_161),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 12_770),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
@@ -28,7 +28,7 @@ LIMITS = {
         14_800,
     ),
     "benchmarks": (("benchmarks",), 9_710),
-    "tests": (("tests",), 55_950),
+    "tests": (("tests",), 56_450),
     "tests/support": (("tests/support",), 5_640),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
