@@ -348,6 +348,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "daemon": self._setup.connection.as_dict(),
             "offload": {
                 **asdict(self.offloader.counters),
+                "page_bytes": self.offloader.page_bytes,
                 "pending": self.offloader.num_pending(),
                 "waiting_copies": len(self.offloader.encoder),
                 "waiting_bytes": self.offloader.encoder.waiting_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -402,6 +403,90 @@ def why(
 
 
 @app.command()
+def top(
+    url: _Url,
+    every_s: Annotated[
+        float, typer.Option("--every", help="Seconds from an answer to the next request.", min=0.2)
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one plain picture and end.")] = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw one picture to FILE.svg and end.")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for an answer.")] = 5.0,
+    api_key: _ApiKey = None,
+) -> None:
+    """Show live what a running server keeps, where, what waits, and what it saves.
+
+    Sends one request at a time to the server. Conversations are listed by its daemon, if that runs on this
+    machine. When no answer comes, because the server is busy or gone, the view says since when, keeps what
+    came last, and goes on asking. Where standard output is no terminal it prints one picture and ends.
+
+    Example: krul-sglang top --url http://127.0.0.1:30000
+
+    Exit status: 0; of one picture 2 if there is no answer (no such server, not krul).
+    """
+    _check_timeout(timeout_s)
+    _check_url(url)
+    _check_writable("--svg", svg)
+
+    from rich.console import Console
+
+    from krul_sglang.cli.server_client import open_client
+    from krul_sglang.cli.top import TopApp, ask, draw, plain
+
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    with open_client(url.rstrip("/"), api_key=api_key, timeout_s=timeout_s) as client:
+        if svg is not None:
+            draw(ask(client), svg, url=url)
+        elif once or not console.is_terminal:
+            console.print(plain(ask(client)))
+        else:
+            TopApp(lambda: ask(client), url=url, interval_s=every_s).run()
+
+
+@app.command()
+def chat(
+    url: _Url,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="URL", help="Address of a server to compare with, one without krul.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
+    max_noise_tokens: Annotated[
+        int, typer.Option(help="Most tokens to evict with; a larger device pool is left as it is.", min=1)
+    ] = 1_000_000,
+    api_key: _ApiKey = None,
+) -> None:
+    """Talk with a running server, or with two side by side, and see when each answer begins.
+
+    Each message goes to one server after the other. F2 evicts the conversation from the device, of both
+    servers: it sends random prompts until the device pool is full of them, as selftest does, because to flush
+    the cache would make krul forget, too. That costs one pool of prefill. The next answer then shows what
+    came from krul, or was computed. F3 begins another conversation, Ctrl+Q ends.
+
+    Example: krul-sglang chat --url http://127.0.0.1:30000 --baseline http://127.0.0.1:30001
+
+    A server that does not answer is named in its pane, and the message can be sent again. Exit status: 0, or
+    2 without a terminal or with a wrong address.
+    """
+    for address in (url, baseline):
+        if address is not None:
+            _check_url(address, "--url" if address is url else "--baseline")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("chat needs a terminal; of scripts, selftest asks a server whether krul works")
+
+    from krul_sglang.cli.chat import ChatApp, Talk
+
+    servers = {"with krul": url} | ({} if baseline is None else {"without": baseline})
+    talks = [
+        Talk(name, address.rstrip("/"), api_key=api_key, max_tokens=max_tokens)
+        for name, address in servers.items()
+    ]
+    ChatApp(talks, max_noise_tokens=max_noise_tokens).run()
+
+
+@app.command()
 def model(
     name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2 is the only one so far.")],
 ) -> None:
@@ -541,9 +626,11 @@ def _parse_options(options: list[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _check_url(url: str) -> None:
+def _check_url(url: str, option: str = "--url") -> None:
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {url!r} is not an address; expected something like http://127.0.0.1:30000")
+        raise ConfigError(
+            f"{option} {url!r} is not an address; expected something like http://127.0.0.1:30000"
+        )
 
 
 def _check_writable(option: str, path: Path | None) -> None:

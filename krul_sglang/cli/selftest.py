@@ -215,13 +215,7 @@ def run_selftest(config: SelftestConfig, *, api_key: str | None = None) -> Selft
                 f"a probe prompt of {prompt_tokens} tokens is too short for pages of {limits.page_size} "
                 f"tokens; at least {_MIN_PROMPT_PAGES} pages are needed"
             )
-        noise_tokens = math.ceil(_NOISE_FACTOR * limits.pool_tokens)
-        if noise_tokens > config.max_noise_tokens:
-            raise CannotRunError(
-                f"the device pool of {limits.pool_tokens} tokens is too large to be flushed by noise: "
-                f"{noise_tokens} tokens would be needed, {config.max_noise_tokens} are allowed "
-                "(--max-noise-tokens); start a server with a smaller --max-total-tokens for this test"
-            )
+        noise_tokens = _num_noise_tokens(limits, config.max_noise_tokens)
         vocabulary = _ordinary_token_ids(client)
         # From the operating system's entropy, so that no cache can have seen the prompt.
         salt = random.SystemRandom()
@@ -248,14 +242,47 @@ def _num_drafts_restored(client: httpx.Client) -> int | None:
     return None if draft is None else int(draft["restored_tokens"])
 
 
-def _read_limits(client: httpx.Client) -> ServerLimits:
-    info = request(client, "GET", "/server_info")
+def push_out(client: httpx.Client, *, max_noise_tokens: int, timeout_s: float) -> int:
+    """Fill the device pool with random prompts, and return how many tokens that took.
+
+    All that no request uses leaves the pool, and stays where krul has stored it. The server may be without.
+
+    Raises:
+        CannotRunError: as ``run_selftest``.
+    """
+    deadline = time.monotonic() + timeout_s
+    limits = _limits_of(client, request(client, "GET", "/server_info"))
+    noise_tokens = _num_noise_tokens(limits, max_noise_tokens)
+    vocabulary = _ordinary_token_ids(client)
+    # Storing is asynchronous: noise that comes at once could push out what is still being copied.
+    time.sleep(min(_STORE_DELAY_S, timeout_s))
+    _make_noise(client, random.SystemRandom(), vocabulary, noise_tokens, limits, deadline)
+    return noise_tokens
+
+
+def _num_noise_tokens(limits: ServerLimits, most: int) -> int:
+    noise_tokens = math.ceil(_NOISE_FACTOR * limits.pool_tokens)
+    if noise_tokens > most:
+        raise CannotRunError(
+            f"the device pool of {limits.pool_tokens} tokens is too large to be flushed by noise: "
+            f"{noise_tokens} tokens would be needed, {most} are allowed "
+            "(--max-noise-tokens); start a server with a smaller --max-total-tokens for this test"
+        )
+    return noise_tokens
+
+
+def _limits_of(client: httpx.Client, info: Mapping[str, Any]) -> ServerLimits:
     numbers: list[Any] = [
         info.get(name) for name in ("max_total_num_tokens", "max_req_input_len", "page_size")
     ]
     if not all(isinstance(number, int) for number in numbers):
         raise CannotRunError(f"{client.base_url} answers, but not as an SGLang server does")
-    limits = ServerLimits(*numbers)
+    return ServerLimits(*numbers)
+
+
+def _read_limits(client: httpx.Client) -> ServerLimits:
+    info = request(client, "GET", "/server_info")
+    limits = _limits_of(client, info)
     states = states_with_krul(client, info)
     if len(states) > 1:
         raise CannotRunError(

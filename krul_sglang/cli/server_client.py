@@ -69,3 +69,8 @@ def states_with_krul(client: httpx.Client, info: Mapping[str, Any]) -> list[dict
             f"the server at {client.base_url} runs without krul; start it with --radix-cache-backend krul"
         )
     return states
+
+
+def printable(text: str) -> str:
+    """Text from outside without control characters, which a terminal would obey; lines stay lines."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)

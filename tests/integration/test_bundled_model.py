@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
+from krul_sglang.cli.chat import Talk
 from krul_sglang.config import KrulConfig
 from krul_sglang.demo.conversations import load_conversations
+from krul_sglang.demo.player import TurnResult
 from krul_sglang.demo.server import ServerProcess
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, krul_stats, recall_facts
@@ -153,3 +156,37 @@ def test_selftest_passes_on_this_server(server: ServerProcess) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(result.stdout.strip().splitlines()) == 1
     assert_nothing_left_behind(server)
+
+
+def test_a_chat_that_was_evicted_comes_back_and_is_seen(server: ServerProcess) -> None:
+    """``krul-sglang chat`` evicts, and ``krul-sglang top`` shows what that brought back."""
+
+    async def chat() -> list[TurnResult]:
+        talk = Talk("with krul", server.url, api_key=None, max_tokens=16)
+        await talk.ask("The harbour of Lund is small. " * 20, lambda piece: None)
+        evicted = await asyncio.to_thread(talk.evict, 10_000)
+        assert evicted == 2560
+        await talk.ask("How large is the harbour of Lund?", lambda piece: None)
+        return talk.turns
+
+    first, second = asyncio.run(chat())
+    assert first.answer
+    assert second.device_tokens == 0
+    assert second.host_tokens > 0.8 * first.prompt_tokens
+    result = subprocess.run(
+        [sys.executable, "-m", "krul_sglang.cli", "top", "--url", server.url],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    shown = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    saved = krul_stats(server)["restore"]["plans"]
+    assert saved["saved_s"] != 0
+    tokens = saved["prefix_tokens"] - saved["head_tokens"]
+    assert any(line.startswith(f"tokens saved {tokens:,} loaded") for line in shown), result.stdout
+    assert any(line.startswith(f"restored {saved['loads']:,} requests, 0 failed") for line in shown)
+    restores = shown.index("tokens first/last head planned ms took ms load compute note")
+    assert shown[restores + 1].split()[0] == f"{second.host_tokens:,}"
+    # Used last, and stored to the last full page of both turns.
+    used_last = next(i for i, line in enumerate(shown) if line.startswith("first page")) + 1
+    assert int(shown[used_last].split()[1].replace(",", "")) >= second.prompt_tokens // 16 * 16

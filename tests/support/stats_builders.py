@@ -63,6 +63,8 @@ def make_segment_info(segment_id: int = 1, **changes: Any) -> SegmentInfo:
         "model": "tiny",
         "fingerprint": "f" * 32,
         "tenant": "",
+        "parent_key": None,
+        "last_page_key": f"{segment_id:02x}",
         "start_token": 0,
         "num_tokens": 64,
         "num_bytes": 4096,

@@ -41,11 +41,15 @@ SEGMENTS = [
 ]
 DETAILS = SegmentDetails(
     info=make_segment_info(
-        7, codec="segment", codec_params={"layers": STRATEGY.to_json()}, start_token=64, num_tokens=64
+        7,
+        codec="segment",
+        codec_params={"layers": STRATEGY.to_json()},
+        parent_key="aa03",
+        last_page_key="aa07",
+        start_token=64,
+        num_tokens=64,
     ),
     page_size=16,
-    parent_key="aa03",
-    last_page_key="aa07",
     layer_first_token=(64, 64, 96, 128),
     layer_num_bytes=(2048, 1024, 512, 0),
     checksums=(bytes(15) + b"\1", bytes(7) + b"\2", bytes(6) + b"\xab\xcd", b""),

@@ -52,7 +52,10 @@ ARROWS: dict[str, set[str]] = {
     },
     "config": {"codec", "planner", "strategy", "tiers.common"},
     "demo": {"adapter", "config"},
-    "cli": {"adapter", "config", "demo", "learning", "models", "sizing", "strategy", "tiers.ssd"},
+    "cli": {
+        *("adapter", "config", "demo", "learning", "models", "sizing"),
+        *("daemon.client", "strategy", "tiers.common", "tiers.ssd"),
+    },
 }
 """The rooms, of both packages, and of which others each imports. Modules that lie in no room import of none,
 and any room may import of them."""

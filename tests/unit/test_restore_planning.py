@@ -142,6 +142,8 @@ def test_a_forecast_is_what_the_parts_take_alone() -> None:
     assert planned.forecast.load_s == pytest.approx(0.5 * TOKEN_BYTES * num_loaded_tokens)
     assert planning.counters.head_tokens == 12
     assert planning.counters.prefix_tokens == NUM_TOKENS
+    assert planning.counters.saved_s == pytest.approx(planned.forecast.recompute_s - planned.plan.end_s)
+    assert planning.counters.saved_s != 0
 
 
 def test_a_request_without_new_tokens_still_has_a_forward() -> None:

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 45_010),
+    "product": (PRODUCT, 45_670),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 12_990),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
@@ -28,7 +28,7 @@ LIMITS = {
         14_970,
     ),
     "benchmarks": (("benchmarks",), 9_610),
-    "tests": (("tests",), 57_800),
+    "tests": (("tests",), 58_340),
     "tests/support": (("tests/support",), 5_640),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

@@ -91,16 +91,18 @@ class PlannedRestore:
 class PlanCounters:
     """``loads`` plans had a tail in some layer, ``refused`` ones would have lost against recompute.
 
-    ``head_tokens`` of the first layer and ``prefix_tokens`` of all planned loads. ``undecodable`` segments
-    were leased and reported, since nothing here can decode them. ``out_of_memory``: how often there was
-    no memory to open or plan a load, which was refused then. ``moved_loads`` brought back ``moved_tokens`` at
-    other positions, or after other text, than those that they were computed with.
+    ``head_tokens`` of the first layer and ``prefix_tokens`` of all planned loads, which should take
+    ``saved_s`` less than computing these prefixes. ``undecodable`` segments were leased and reported, since
+    nothing here can decode them. ``out_of_memory``: how often there was no memory to open or plan a load,
+    which was refused then. ``moved_loads`` brought back ``moved_tokens`` at other positions, or after other
+    text, than those that they were computed with.
     """
 
     loads: int = 0
     refused: int = 0
     head_tokens: int = 0
     prefix_tokens: int = 0
+    saved_s: float = 0.0
     undecodable: int = 0
     out_of_memory: int = 0
     moved_loads: int = 0
@@ -223,6 +225,7 @@ class RestorePlanning:
             self.counters.moved_tokens += total_tokens - plan.head_ends[-1]
         self.counters.head_tokens += head_tokens
         self.counters.prefix_tokens += total_tokens - device_tokens
+        self.counters.saved_s += problem.recompute_s - plan.end_s - problem.costs.overhead_s
         forecast = Forecast(head_s, load_s, recompute_s, decode_s, problem.costs.overhead_s)
         return PlannedRestore(plan, forecast)
 

@@ -121,10 +121,10 @@ class TurnOffloader:
         self._gate = TransferGate() if gate is None else gate
         self._queue: deque[Job] = deque()
         layer_token_bytes = pool.shape.k_token_bytes + pool.shape.v_token_bytes
-        self._page_bytes = layer_token_bytes * page_size * pool.num_layers
+        self.page_bytes = layer_token_bytes * page_size * pool.num_layers
         self._segment_pages = max(1, max_layer_bytes // (layer_token_bytes * page_size))
         # Two copies: one is encoded while the next one is stored.
-        self._copy_pages = min(self._segment_pages, max(1, copy_room() // 2 // self._page_bytes))
+        self._copy_pages = min(self._segment_pages, max(1, copy_room() // 2 // self.page_bytes))
         self._device = pool.streams
         self._stream = self._device.new_stream()
         self.encoder = LaterEncoder(
@@ -323,7 +323,7 @@ class TurnOffloader:
         """Store ``pages``, run number ``index`` of a turn; False if there is no room, or it is revoked."""
         if encoding.exact is None:
             return self._write(job, index, pages, encoding, head_ends, is_last=is_last)
-        num_bytes = len(pages) * self._page_bytes
+        num_bytes = len(pages) * self.page_bytes
         if not self.encoder.take_room(num_bytes, job.is_wanted):
             return False
         copy = None
@@ -364,7 +364,7 @@ class TurnOffloader:
             encoding=encoding,
             head_ends=head_ends,
             lease=lease,
-            num_bytes=len(pages) * self._page_bytes,
+            num_bytes=len(pages) * self.page_bytes,
             on_encoded=lambda codec: self.choices.note_encoded(codec) if index == 0 else None,
             on_stored=(lambda: self._advise(turn)) if is_last else (lambda: None),
             since_s=time.monotonic(),

@@ -320,14 +320,16 @@ class SegmentInfo:
     """One line of a listing for operators: a committed segment.
 
     ``codec_params`` are the manifest's: the strategy it was stored with, among others. Never change them.
-    ``tiers`` are all that hold it; ``pinned_s`` is how long a pin will still keep it. ``is_fast_copy``: see
-    ``KVStore.reserve``.
+    ``parent_key`` and ``last_page_key`` say what it continues, and what continues it. ``tiers`` are all that
+    hold it; ``pinned_s`` is how long a pin will still keep it. ``is_fast_copy``: see ``KVStore.reserve``.
     """
 
     segment_id: int
     model: str
     fingerprint: str
     tenant: str
+    parent_key: str | None
+    last_page_key: str
     start_token: int
     num_tokens: int
     num_bytes: int
@@ -357,6 +359,8 @@ class SegmentInfo:
             model=manifest.model.name,
             fingerprint=manifest.model.fingerprint,
             tenant=manifest.tenant,
+            parent_key=manifest.parent_key,
+            last_page_key=manifest.page_keys[-1],
             start_token=manifest.start_token,
             num_tokens=manifest.num_tokens,
             num_bytes=manifest.num_bytes,
@@ -379,8 +383,6 @@ class SegmentDetails:
 
     info: SegmentInfo
     page_size: int
-    parent_key: str | None
-    last_page_key: str
     layer_first_token: tuple[int, ...]
     layer_num_bytes: tuple[int, ...]
     checksums: Checksums

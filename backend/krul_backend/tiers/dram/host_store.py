@@ -345,8 +345,6 @@ class HostStore:
             return SegmentDetails(
                 info=_info_of(books, segment),
                 page_size=manifest.model.page_size,
-                parent_key=manifest.parent_key,
-                last_page_key=manifest.page_keys[-1],
                 layer_first_token=manifest.layer_first_token,
                 layer_num_bytes=manifest.layer_num_bytes,
                 checksums=segment.checksums,
