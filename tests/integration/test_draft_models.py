@@ -52,6 +52,7 @@ class Speculation:
     draft: str
     num_steps: int = 3
     load_format: str = "auto"
+    topk: int = 1
 
     @property
     def is_often_right(self) -> bool:
@@ -62,8 +63,8 @@ class Speculation:
             *("--speculative-algorithm", self.algorithm),
             *("--speculative-draft-model-path", str(models[self.draft])),
             *("--speculative-draft-load-format", self.load_format),
-            *("--speculative-num-steps", str(self.num_steps), "--speculative-eagle-topk", "1"),
-            *("--speculative-num-draft-tokens", str(self.num_steps + 1)),
+            *("--speculative-num-steps", str(self.num_steps), "--speculative-eagle-topk", str(self.topk)),
+            *("--speculative-num-draft-tokens", str(self.topk * self.num_steps + 1)),
         )
 
 
@@ -71,6 +72,8 @@ ITSELF = Speculation("STANDALONE", "llama", "llama")
 SMALL = Speculation("STANDALONE", "llama", "small")
 EAGLE = Speculation("EAGLE", "target of eagle", "eagle")
 EAGLE_1 = replace(EAGLE, num_steps=1)
+NEXTN_TREES = replace(EAGLE, algorithm="NEXTN", topk=2)
+"""SGLang takes trees with pages of one token alone, or with the attention of a GPU."""
 EAGLE3 = Speculation("EAGLE3", "target of eagle", "eagle3", load_format="dummy")
 
 
@@ -99,6 +102,7 @@ MODES = {
     "eagle-3-page-1-random-heads": Mode(EAGLE, RANDOM, page_size=1),
     "eagle-3-page-16-failing-loads": Mode(EAGLE, RANDOM, env=FAILING, fails=True),
     "eagle3-page-16-random-heads": Mode(EAGLE3, RANDOM),
+    "nextn-trees-page-1-random-heads": Mode(NEXTN_TREES, RANDOM, page_size=1),
     "eagle-3-page-16-two-ranks": Mode(EAGLE, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
 }
 
