@@ -22,18 +22,17 @@ from tests.support.scenario import (
     STRICT,
     STRICT_ON_TWO_CORES,
     Answer,
+    Drafted,
     Played,
-    abort_side_by_side,
     ask,
-    assert_nothing_left_behind,
+    ask_drafted,
+    assert_aborts_leave_nothing,
     assert_same,
     play_all,
     push_out,
     random_prompt,
-    request_payload,
     settled_stats,
     small_krul_server_args,
-    wait_until,
 )
 from tests.support.server_plugin import LEFT_OUT_DRAFTS, WITH_PLUGIN, faulty_loads
 from tests.support.tiny_model import build_eagle_pair, build_tiny_model
@@ -108,16 +107,6 @@ MODES = {
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """An answer that ``num_forwards`` verified, and of which so many tokens were drafted."""
-
-    output_ids: tuple[int, ...]
-    host_tokens: int
-    num_forwards: int
-    num_accepted: int
-
-
-@dataclass(frozen=True)
 class Restored:
     """``edges``: answers to ``EDGE_PROMPTS``, computed and then restored."""
 
@@ -166,12 +155,8 @@ def play_turns(server: ServerProcess, *, evict: bool) -> list[Drafted]:
     turns: list[Drafted] = []
     history = random_prompt("drafted", 611)
     for number in range(NUM_TURNS):
-        result = server.post_json("/generate", request_payload(history, max_new_tokens=40))
-        meta = result["meta_info"]
-        host_tokens = (meta.get("cached_tokens_details") or {"host": 0})["host"]
-        counts = meta["spec_verify_ct"], meta["spec_num_correct_drafts"]
-        turns.append(Drafted(tuple(result["output_ids"]), host_tokens, *counts))
-        history = [*history, *result["output_ids"], *random_prompt(("drafted", number), 37)]
+        turns.append(ask_drafted(server, history, max_new_tokens=40))
+        history = [*history, *turns[-1].output_ids, *random_prompt(("drafted", number), 37)]
         if evict:
             push_out(server, num_tokens=POOL_TOKENS, seed=("drafted", number))
     return turns
@@ -230,10 +215,7 @@ def restored(request: pytest.FixtureRequest, models: dict[str, Path]) -> Restore
         edges = play_edges(server)
         played = play_all(server, evict=True)
         stats = settled_stats(server)
-        abort_side_by_side(server, 4, max_new_tokens=1000)
-        wait_until(lambda: not settled_stats(server)["num_leases"], "leases of aborted requests")
-        if not mode.fails:
-            assert_nothing_left_behind(server)
+        assert_aborts_leave_nothing(server, can_fail=mode.fails)
         return Restored(mode, played, turns, edges, stats)
 
 

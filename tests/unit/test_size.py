@@ -29,7 +29,7 @@ LIMITS = {
     ),
     "benchmarks": (("benchmarks",), 9_790),
     "tests": (("tests",), 55_980),
-    "tests/support": (("tests/support",), 5_640),
+    "tests/support": (("tests/support",), 5_660),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 
