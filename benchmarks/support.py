@@ -86,7 +86,11 @@ SERVED = (
     Served("/update_weights_from_disk", "tests/integration/test_weight_updates.py"),
     Served("--enable-streaming-session", "tests/integration/test_weight_updates.py"),
     Served("--speculative-algorithm NGRAM", "tests/integration/test_speculation.py"),
-    Served("--speculative-algorithm STANDALONE, EAGLE, EAGLE3", "tests/integration/test_draft_models.py"),
+    Served(
+        "--speculative-algorithm STANDALONE, EAGLE, EAGLE3; NEXTN (SGLang's other name of EAGLE), with "
+        "trees: --speculative-eagle-topk 2 and --page-size 1",
+        "tests/integration/test_draft_models.py",
+    ),
     Served("ssd_dir, and a daemon that several servers join", "tests/integration/test_tiers_serving.py"),
 )
 
@@ -103,8 +107,8 @@ UNTESTED = (
     Untested("adapters that are loaded while the server runs", "each has an id that nothing else has"),
     Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
     Untested(
-        "--speculative-algorithm NEXTN; --speculative-eagle-topk over 1",
-        "the draft's pool must be MHATokenToKVPool, too",
+        "drafts of the target's own checkpoint (MTP); --speculative-eagle-topk over 1 with larger pages",
+        "a draft's pool must be one that krul knows, too",
     ),
     Untested("--enable-torch-compile"),
     Untested("--quantization of weights"),

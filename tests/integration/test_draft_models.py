@@ -22,18 +22,17 @@ from tests.support.scenario import (
     STRICT,
     STRICT_ON_TWO_CORES,
     Answer,
+    Drafted,
     Played,
-    abort_side_by_side,
     ask,
-    assert_nothing_left_behind,
+    ask_drafted,
+    assert_aborts_leave_nothing,
     assert_same,
     play_all,
     push_out,
     random_prompt,
-    request_payload,
     settled_stats,
     small_krul_server_args,
-    wait_until,
 )
 from tests.support.server_plugin import LEFT_OUT_DRAFTS, WITH_PLUGIN, faulty_loads
 from tests.support.tiny_model import build_eagle_pair, build_tiny_model
@@ -52,6 +51,7 @@ class Speculation:
     draft: str
     num_steps: int = 3
     load_format: str = "auto"
+    topk: int = 1
 
     @property
     def is_often_right(self) -> bool:
@@ -62,8 +62,8 @@ class Speculation:
             *("--speculative-algorithm", self.algorithm),
             *("--speculative-draft-model-path", str(models[self.draft])),
             *("--speculative-draft-load-format", self.load_format),
-            *("--speculative-num-steps", str(self.num_steps), "--speculative-eagle-topk", "1"),
-            *("--speculative-num-draft-tokens", str(self.num_steps + 1)),
+            *("--speculative-num-steps", str(self.num_steps), "--speculative-eagle-topk", str(self.topk)),
+            *("--speculative-num-draft-tokens", str(self.topk * self.num_steps + 1)),
         )
 
 
@@ -71,6 +71,8 @@ ITSELF = Speculation("STANDALONE", "llama", "llama")
 SMALL = Speculation("STANDALONE", "llama", "small")
 EAGLE = Speculation("EAGLE", "target of eagle", "eagle")
 EAGLE_1 = replace(EAGLE, num_steps=1)
+NEXTN_TREES = replace(EAGLE, algorithm="NEXTN", topk=2)
+"""SGLang takes trees with pages of one token alone, or with the attention of a GPU."""
 EAGLE3 = Speculation("EAGLE3", "target of eagle", "eagle3", load_format="dummy")
 
 
@@ -99,18 +101,9 @@ MODES = {
     "eagle-3-page-1-random-heads": Mode(EAGLE, RANDOM, page_size=1),
     "eagle-3-page-16-failing-loads": Mode(EAGLE, RANDOM, env=FAILING, fails=True),
     "eagle3-page-16-random-heads": Mode(EAGLE3, RANDOM),
+    "nextn-trees-page-1-random-heads": Mode(NEXTN_TREES, RANDOM, page_size=1),
     "eagle-3-page-16-two-ranks": Mode(EAGLE, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
 }
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """An answer that ``num_forwards`` verified, and of which so many tokens were drafted."""
-
-    output_ids: tuple[int, ...]
-    host_tokens: int
-    num_forwards: int
-    num_accepted: int
 
 
 @dataclass(frozen=True)
@@ -162,12 +155,8 @@ def play_turns(server: ServerProcess, *, evict: bool) -> list[Drafted]:
     turns: list[Drafted] = []
     history = random_prompt("drafted", 611)
     for number in range(NUM_TURNS):
-        result = server.post_json("/generate", request_payload(history, max_new_tokens=40))
-        meta = result["meta_info"]
-        host_tokens = (meta.get("cached_tokens_details") or {"host": 0})["host"]
-        counts = meta["spec_verify_ct"], meta["spec_num_correct_drafts"]
-        turns.append(Drafted(tuple(result["output_ids"]), host_tokens, *counts))
-        history = [*history, *result["output_ids"], *random_prompt(("drafted", number), 37)]
+        turns.append(ask_drafted(server, history, max_new_tokens=40))
+        history = [*history, *turns[-1].output_ids, *random_prompt(("drafted", number), 37)]
         if evict:
             push_out(server, num_tokens=POOL_TOKENS, seed=("drafted", number))
     return turns
@@ -226,10 +215,7 @@ def restored(request: pytest.FixtureRequest, models: dict[str, Path]) -> Restore
         edges = play_edges(server)
         played = play_all(server, evict=True)
         stats = settled_stats(server)
-        abort_side_by_side(server, 4, max_new_tokens=1000)
-        wait_until(lambda: not settled_stats(server)["num_leases"], "leases of aborted requests")
-        if not mode.fails:
-            assert_nothing_left_behind(server)
+        assert_aborts_leave_nothing(server, can_fail=mode.fails)
         return Restored(mode, played, turns, edges, stats)
 
 

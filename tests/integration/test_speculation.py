@@ -14,18 +14,17 @@ from tests.support.scenario import (
     POOL_TOKENS,
     STRICT,
     Answer,
+    Drafted,
     Played,
-    abort_side_by_side,
     ask,
-    assert_nothing_left_behind,
+    ask_drafted,
+    assert_aborts_leave_nothing,
     assert_same,
     play_all,
     push_out,
     random_prompt,
-    request_payload,
     settled_stats,
     small_krul_server_args,
-    wait_until,
 )
 from tests.support.server_plugin import WITH_PLUGIN, faulty_loads
 
@@ -54,15 +53,6 @@ MODES = {
     "page-16-whole-loads": Mode({"planner": "full-load"}, CHAIN),
     "page-16-failing-loads": Mode({"planner": "random"}, CHAIN, fails=True),
 }
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """An answer, of which ``num_accepted`` tokens were drafted."""
-
-    output_ids: tuple[int, ...]
-    host_tokens: int
-    num_accepted: int
 
 
 @dataclass(frozen=True)
@@ -99,10 +89,7 @@ def restored(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Re
         before = settled_stats(server)["offload"]
         last_turn = ask(server, random_prompt("last", 333), max_new_tokens=10)
         stats = settled_stats(server)
-        abort_side_by_side(server, 4, max_new_tokens=1000)
-        wait_until(lambda: not settled_stats(server)["num_leases"], "leases of aborted requests")
-        if not mode.fails:
-            assert_nothing_left_behind(server)
+        assert_aborts_leave_nothing(server, can_fail=mode.fails)
         return Restored(
             mode,
             played,
@@ -118,10 +105,7 @@ def ask_again(server: ServerProcess, turns: list[Answer], *, evict: bool) -> lis
     again = []
     history = random_prompt("conversation", 611)
     for number, turn in enumerate(turns):
-        result = server.post_json("/generate", request_payload(history, max_new_tokens=12))
-        meta = result["meta_info"]
-        host_tokens = (meta.get("cached_tokens_details") or {"host": 0})["host"]
-        again.append(Drafted(tuple(result["output_ids"]), host_tokens, meta["spec_num_correct_drafts"]))
+        again.append(ask_drafted(server, history, max_new_tokens=12))
         history = [*history, *turn.output_ids, *random_prompt(("conversation", number), 37)]
         if evict:
             push_out(server, num_tokens=POOL_TOKENS, seed=("again", number))

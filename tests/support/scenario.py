@@ -204,6 +204,24 @@ def play_chats(
         yield result
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """An answer that ``num_forwards`` verified, and of which so many tokens were drafted."""
+
+    output_ids: tuple[int, ...]
+    host_tokens: int
+    num_forwards: int
+    num_accepted: int
+
+
+def ask_drafted(server: ServerProcess, input_ids: list[int], *, max_new_tokens: int) -> Drafted:
+    result = server.post_json("/generate", request_payload(input_ids, max_new_tokens=max_new_tokens))
+    meta = result["meta_info"]
+    host_tokens = (meta.get("cached_tokens_details") or {"host": 0})["host"]
+    counts = meta["spec_verify_ct"], meta["spec_num_correct_drafts"]
+    return Drafted(tuple(result["output_ids"]), host_tokens, *counts)
+
+
 def abort_side_by_side(server: ServerProcess, num_prompts: int, *, max_new_tokens: int) -> None:
     """Abort requests that come back from the host: some while they run, some while they wait with a lease."""
     prompts = {f"abort-{i}": random_prompt(("abort", i), 600) for i in range(num_prompts)}
@@ -252,6 +270,14 @@ def daemon_pid(server: ServerProcess) -> int:
 def wait_until_connected(server: ServerProcess, timeout_s: float = 60.0) -> dict[str, Any]:
     wait_until(lambda: krul_stats(server)["daemon"]["is_connected"], "the daemon to come back", timeout_s)
     return krul_stats(server)
+
+
+def assert_aborts_leave_nothing(server: ServerProcess, *, can_fail: bool) -> None:
+    """No lease outlives aborted requests; unless loads ``can_fail``, nothing at all does."""
+    abort_side_by_side(server, 4, max_new_tokens=1000)
+    wait_until(lambda: not settled_stats(server)["num_leases"], "leases of aborted requests")
+    if not can_fail:
+        assert_nothing_left_behind(server)
 
 
 def assert_nothing_left_behind(server: ServerProcess, failed_batches: int = 0) -> None:

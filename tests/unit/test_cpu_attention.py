@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_sglang.adapter.platforms.cpu_attention import CpuAttention, DraftSteps, decode_groups
+from krul_sglang.adapter.platforms.cpu_attention import CpuAttention, DraftSteps, branch_rows, decode_groups
 from krul_sglang.engine.common import span_attention
 
 NUM_SLOTS = 256
@@ -215,6 +215,17 @@ def test_results_equal_those_of_torch_native(
     native, own = case.outputs(decode=decode)
     assert own.dtype == native.dtype
     torch.testing.assert_close(own, native, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_branches_of_drafts_follow_their_request() -> None:
+    requests = torch.stack([torch.arange(20), torch.arange(100, 120)])
+    rows, lengths = branch_rows(requests, [3, 5], 2, 4)
+    assert lengths == [3, 3, 5, 5]
+    of_branches = ((0, 3, 3), (0, 3, 7), (100, 5, 5), (100, 5, 9))
+    for row, (first, length, start) in zip(rows.tolist(), of_branches, strict=True):
+        slots = [*range(length), *range(start, start + 4)]
+        assert row[: length + 4] == [first + slot for slot in slots]
+    assert torch.equal(requests[0], torch.arange(20)), "SGLang's own table is not changed"
 
 
 def test_each_drafted_token_sees_those_before_it() -> None:

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 45_670),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 12_990),
+    "product": (PRODUCT, 45_690),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_010),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_000,
@@ -27,9 +27,9 @@ LIMITS = {
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         14_970,
     ),
-    "benchmarks": (("benchmarks",), 9_610),
-    "tests": (("tests",), 58_340),
-    "tests/support": (("tests/support",), 5_640),
+    "benchmarks": (("benchmarks",), 9_620),
+    "tests": (("tests",), 58_350),
+    "tests/support": (("tests/support",), 5_670),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 

@@ -94,6 +94,19 @@ def draft_spans(req_to_token: torch.Tensor, seq_lens: list[int], spec_info: Any)
         yield DraftSpan(rows, row[: seq_len + num_drafted].long(), sees)
 
 
+def branch_rows(
+    rows: torch.Tensor, seq_lens: list[int], num_branches: int, num_slots: int
+) -> tuple[torch.Tensor, list[int]]:
+    """The slots by position of each branch of drafts, and the requests' lengths. ``rows`` (``[batch, ...]``):
+    those of requests, whose branches lie one after another behind their tokens."""
+    rows = rows.repeat_interleave(num_branches, dim=0)
+    seq_lens = [seq_len for seq_len in seq_lens for _ in range(num_branches)]
+    for index, (row, end) in enumerate(zip(rows, seq_lens, strict=True)):
+        first = end + index % num_branches * num_slots
+        row[end : end + num_slots] = row[first : first + num_slots].clone()
+    return rows, seq_lens
+
+
 class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     """Attends to paged KV on a CPU, with results that equal those of ``torch_native`` within rounding.
 
@@ -101,11 +114,13 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     window, are left to SGLang's backend.
     """
 
-    def __init__(self, model_runner: Any, num_drafted: int = 0) -> None:
-        """``num_drafted``: tokens that each request has behind its own, when they are decoded."""
+    def __init__(self, model_runner: Any, num_drafted: int = 0, branches: tuple[int, int] = (1, 0)) -> None:
+        """``num_drafted``: tokens that each request has behind its own, when they are decoded; they are the
+        first of each of its ``branches``, so many with so many slots."""
         super().__init__(model_runner)
         self._dtype = model_runner.dtype
         self._num_drafted = num_drafted
+        self._branches = branches
         self._extend = GatheredAttention()
         self._decode: tuple[DecodeGroup, ...] = ()
         self._drafts: tuple[DraftSpan, ...] = ()
@@ -121,6 +136,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
         seq_lens = forward_batch.seq_lens.tolist()
         if forward_batch.forward_mode.is_decode():
+            rows, seq_lens = branch_rows(rows, seq_lens, *self._branches)
             seq_lens = [seq_len + self._num_drafted for seq_len in seq_lens]
             self._decode = tuple(decode_groups(rows, seq_lens, self._dtype))
             return
@@ -202,10 +218,12 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
 
 
 class DraftSteps:
-    """The attention of a draft model's decode steps: each sees one drafted token more than the one before."""
+    """The attention of a draft model's decode steps: each sees one drafted token of its branch more than the
+    one before."""
 
-    def __init__(self, model_runner: Any, num_steps: int) -> None:
-        self.attn_backends = [CpuAttention(model_runner, step + 1) for step in range(num_steps)]
+    def __init__(self, model_runner: Any, num_steps: int, num_branches: int = 1) -> None:
+        branches = num_branches, num_steps + 1
+        self.attn_backends = [CpuAttention(model_runner, step + 1, branches) for step in range(num_steps)]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         for backend in self.attn_backends:

@@ -78,10 +78,8 @@ def install() -> None:
 
 def _make_draft_steps(factory: Any) -> DraftSteps | None:
     """The attention of a draft model's steps; None if there are none but the one of the tokens before."""
-    if factory.topk != 1:
-        raise ValueError(f"--speculative-eagle-topk {factory.topk}: on a CPU drafts are chains, not trees")
     num_steps = factory.speculative_num_steps - 1
-    return DraftSteps(factory.draft_model_runner, num_steps) if num_steps > 0 else None
+    return DraftSteps(factory.draft_model_runner, num_steps, factory.topk) if num_steps > 0 else None
 
 
 def build_tree(
