@@ -25,6 +25,7 @@ import httpx
 import psutil
 import typer
 
+from krul_backend.daemon.client.launcher import MAX_RESTARTS, RESTART_WINDOW_S
 from krul_sglang.demo.server import ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
@@ -94,6 +95,7 @@ class Soak:
         self._is_over = threading.Event()
         self._gate = threading.Condition()
         self._asking, self._is_paused = 0, False
+        self._next_kill_s = 0.0
 
     def run(self, seconds: float) -> None:
         """Let everybody work for so long. Raises what any of them has raised."""
@@ -175,7 +177,7 @@ class Soak:
                 self._gate.notify_all()
 
     def _disturb(self) -> None:
-        """One disturbance after the other, each kind as often as the others, in a random order."""
+        """One disturbance after the other, in a random order."""
         rng = random.Random(self._seed)
         kinds: list[Callable[[random.Random], None]] = [
             *(self._kill_daemon, self._damage_disk, self._flush, self._update_weights),
@@ -187,6 +189,10 @@ class Soak:
                 kind(rng)
 
     def _kill_daemon(self, rng: random.Random) -> None:
+        # A server gives up a daemon that it had to start again too often within a while.
+        if time.monotonic() < self._next_kill_s:
+            return
+        self._next_kill_s = time.monotonic() + RESTART_WINDOW_S / (MAX_RESTARTS - 1)
         os.kill(daemon_pid(self._server), signal.SIGKILL)
         self.outcome.events["killed daemon"] += 1
         # It is not connected for a moment only after it has noticed.
