@@ -37,8 +37,9 @@ not there any more."""
 WORTH_WAITING_SHARE = 0.5
 """So long at most the scheduler waits for a turn that is being stored before its slots are given away, as a
 share of the time that computing what would be lost takes."""
-MAX_WAIT_S = 1.0
-"""So long at most the scheduler, or other weights, wait for turns that are being stored."""
+
+WEIGHTS_WAIT_S = 1.0
+"""So long at most other weights wait for turns that are being stored."""
 
 _PATH_END_TOKENS = 16
 """So many tokens, or a page if that is more, say whether a prompt goes on from a stored path."""
@@ -319,7 +320,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             return
         recompute_s = self.cache_linker.offloader.writer.recompute_s
         wait_s = WORTH_WAITING_SHARE * sum(recompute_s(start, end) for _, start, end in lost)
-        self._finish_jobs([job for job, _, _ in lost], min(wait_s, MAX_WAIT_S))
+        self._finish_jobs([job for job, _, _ in lost], wait_s)
 
     def _finish_jobs(self, jobs: Sequence[Job], wait_s: float) -> None:
         """Wait so long until turns are read, for those that need the daemon only while it is prompt."""
@@ -357,7 +358,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         Called on every rank before the engine writes weights, or releases their memory or the pool's.
         """
         self.drop_probe_candidate()
-        self._finish_jobs([pending.job for pending in self.pending_offloads], MAX_WAIT_S)
+        self._finish_jobs([pending.job for pending in self.pending_offloads], WEIGHTS_WAIT_S)
         self.pending_offloads.clear()
         self.cache_linker.begin_weights_change()
 

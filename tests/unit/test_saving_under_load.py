@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.save import later_encoding
-from krul_sglang.engine.save.later_encoding import LEAST_SHARE, NICENESS, LaterEncoder, copy_room
+from krul_sglang.engine.save.later_encoding import LEAST_SHARE, LaterEncoder, copy_room
 from krul_sglang.engine.save.turn import Turn
 from tests.support.engine_builders import PATIENCE_S, computing
 from tests.support.store_builders import put, wait_until
@@ -376,24 +375,6 @@ def test_the_share_of_a_core_follows_the_room_that_is_taken(
         assert encoder._share() == 1.0
     encoder._is_hurried = False
     encoder.give_room_back(num_pages * PAGE_BYTES)
-
-
-def test_the_thread_that_encodes_lets_forwards_go_first(
-    busy: BusyBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_threads: dict[str, int] = {}
-    write = busy.encoder.writer.write
-
-    def write_and_note(*args: Any, **kwargs: Any) -> bool:
-        this = threading.current_thread()
-        of_threads[this.name.split("_")[0]] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(busy.encoder.writer, "write", write_and_note)
-    busy.offloader.submit(busy.turn("a", 1))
-    busy.encode_now()
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert of_threads == {"krul-offload": own, "krul-encode": max(own, NICENESS)}
 
 
 @pytest.mark.parametrize(

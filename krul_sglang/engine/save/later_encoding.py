@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -43,8 +42,6 @@ MAX_IDLE_WAIT_S = 60.0
 to lower tiers."""
 USED_SHARE = 0.9
 """Of memory that nothing encoded takes: it may lie in pieces, and what is encoded needs some."""
-NICENESS = 10
-"""Of the thread that encodes: where a forward wants all cores, it goes first."""
 _CLOSING_S = 5.0
 """Seconds for which a server that ends still encodes: what is not encoded is not written to lower tiers."""
 _LOOK_S = 0.05
@@ -242,7 +239,6 @@ class LaterEncoder:
     def _run(self) -> None:
         device = self._pool.streams
         device.bind_background_thread()
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         stream = device.new_stream()
         while (copy := self._next()) is not None:
             try:
