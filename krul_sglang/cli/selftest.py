@@ -236,7 +236,7 @@ def run_selftest(config: SelftestConfig, *, api_key: str | None = None) -> Selft
 
 
 def _num_drafts_restored(client: httpx.Client) -> int | None:
-    """Tokens that the server has restored with their draft KV; None if there is no draft model, or no krul."""
+    """Tokens that the server has restored with their draft KV; None without a draft model or krul."""
     (state, *_) = request(client, "GET", "/server_info").get("internal_states") or [{}]
     draft = (state.get("krul") or {}).get("draft")
     return None if draft is None else int(draft["restored_tokens"])
