@@ -119,7 +119,7 @@ def pieces_of(reasons: RequestReasons) -> list[Piece]:
 
 def sentences(reasons: RequestReasons, texts: Texts | None) -> list[str]:
     """Where the tokens came from, a sentence for each piece."""
-    return [f"{_tokens(piece)} {_said(piece, reasons, texts)}" for piece in pieces_of(reasons)]
+    return [_sentence(piece, reasons, texts) for piece in pieces_of(reasons)]
 
 
 def to_json(reasons: RequestReasons, texts: Texts | None) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def print_table(found: Sequence[tuple[RequestReasons, Texts | None]], console: A
         for piece in pieces:
             source = piece.source if piece.source in (DEVICE, HEAD, COMPUTED) else "host"
             counts[source] += piece.end - piece.first
-        why = [f"{_tokens(piece)} {_said(piece, reasons, texts)}" for piece in pieces if _is_told(piece)]
+        why = [_sentence(piece, reasons, texts) for piece in pieces if _is_told(piece)]
         numbers = (reasons.num_tokens, *(counts[source] for source in (DEVICE, "host", HEAD, COMPUTED)))
         table.add_row(Text(reasons.rid), *map(str, numbers), Text("\n".join(why)))
     console.print(table)
@@ -161,6 +161,10 @@ def print_table(found: Sequence[tuple[RequestReasons, Texts | None]], console: A
 
 def _is_told(piece: Piece) -> bool:
     return piece.source == COMPUTED and piece.why != "end"
+
+
+def _sentence(piece: Piece, reasons: RequestReasons, texts: Texts | None) -> str:
+    return f"{_tokens(piece)} {_said(piece, reasons, texts)}"
 
 
 def _tokens(piece: Piece) -> str:

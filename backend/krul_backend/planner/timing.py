@@ -73,7 +73,7 @@ class LoadPart:
 
 
 class FrontPart:
-    """What load steps take longer because one run's ``front_tier`` has the beginnings of its blocks."""
+    """Extra seconds of load steps that read the beginnings of one run's blocks from its ``front_tier``."""
 
     def __init__(self, run: StoredRun, tier: TierCost, front: TierCost) -> None:
         self.last_use = run.last_use
@@ -83,7 +83,7 @@ class FrontPart:
         self._token_s: Floats = max(0.0, front.byte_s - tier.byte_s) * np.array(run.layer_token_bytes)
 
     def seconds(self, head_ends: Tokens) -> Floats:
-        """As ``LoadPart.seconds``."""
+        """[C, L]: the extra seconds of each step, for head ends [C, L]."""
         tokens = (self._end - np.maximum(head_ends[:, self._from], self._first)).clip(0)
         seconds: Floats = self._token_s * tokens + np.where(tokens > 0, self._latency_s, 0.0)
         return seconds

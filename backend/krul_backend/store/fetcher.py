@@ -33,18 +33,18 @@ class Coming:
     arrival: Arrival
     is_prefetch: bool
     part: StoredSegment | None = None
-    """What it completes, in DRAM; held."""
+    """The segment in DRAM that it completes, which is held until the read ends; None if DRAM has none."""
 
     def read(self) -> TailRead:
-        """What the tier is asked for. The ends that DRAM has are copied here, if they are right."""
+        """Copy the ends of blocks that DRAM has, if they are right, and make the read of the rest."""
         blocks, part = self.arrival.blocks, self.part
         num_held = [0] * len(blocks)
-        for layer, end in enumerate(() if part is None else part.blocks):
-            assert part is not None
-            copy = blocks[layer][blocks[layer].nbytes - end.nbytes :]
-            copy[:] = end
-            if block_checksum(copy, part.manifest.range_bytes) == part.checksums[layer]:
-                num_held[layer] = end.nbytes
+        if part is not None:
+            for layer, (end, checksum) in enumerate(zip(part.blocks, part.checksums, strict=True)):
+                copy = blocks[layer][blocks[layer].nbytes - end.nbytes :]
+                copy[:] = end
+                if block_checksum(copy, part.manifest.range_bytes) == checksum:
+                    num_held[layer] = end.nbytes
         fronts = [block[: block.nbytes - num] for block, num in zip(blocks, num_held, strict=True)]
         return TailRead(self.run, fronts, self.arrival.landed, self.fail, num_held)
 

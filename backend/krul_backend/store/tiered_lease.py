@@ -98,13 +98,13 @@ def fuller_copies(
     """
     size, copies = model.page_size, dict[int, LowerPart]()
     bounds = [0, *accumulate(piece.end_page - piece.first_page for piece in slices)]
+    parts = [number for number, piece in enumerate(slices) if _is_part(piece)]
 
-    def is_wanted(tier: LowerTier, number: int) -> bool:
-        keys = page_keys[bounds[number] : bounds[number + 1]]
-        return number not in copies and _is_part(slices[number]) and not tier.find_missing(model, keys)
+    def keys_of(number: int) -> Sequence[str]:
+        return page_keys[bounds[number] : bounds[number + 1]]
 
     for tier in tiers:
-        wanted = [number for number in range(len(slices)) if is_wanted(tier, number)]
+        wanted = [one for one in parts if one not in copies and not tier.find_missing(model, keys_of(one))]
         # Numbers that follow each other grow like their places.
         for _, places in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
             numbers = [number for _, number in places]
@@ -123,13 +123,13 @@ def fuller_copies(
 
 
 def _is_part(piece: SegmentSlice) -> bool:
-    """Whether DRAM has the slice, and lacks tokens of its segment in some layer."""
+    """Return whether the slice is in DRAM, but without some layer's first tokens."""
     start_token = piece.header.start_token
     return piece.tier == DRAM_TIER and any(first > start_token for first in piece.header.layer_first_token)
 
 
 def _has_more(copy: SegmentSlice, piece: SegmentSlice) -> bool:
-    """Whether a copy of a slice has all that the slice has of its segment, and more."""
+    """Return whether a lower tier's copy has the same bytes as the slice, and more before them."""
     whole, part = copy.header, piece.header
     alike = ("start_token", "num_tokens", "codec", "codec_params", "range_bytes")
     ends = zip(copy.checksums, piece.checksums, part.layer_num_bytes, strict=True)

@@ -64,7 +64,7 @@ class SegmentTail(NamedTuple):
     layer_num_bytes: tuple[int, ...]
 
     def with_held(self, header: SegmentHeader) -> SegmentTail:
-        """What is read together with what of the segment is held already."""
+        """Extend the tail, so that it has no less of any layer than a segment with this header."""
         first_tokens = map(min, self.layer_first_token, header.layer_first_token)
         sizes = map(max, self.layer_num_bytes, header.layer_num_bytes)
         return SegmentTail(tuple(first_tokens), tuple(sizes))
@@ -159,7 +159,7 @@ class SegmentSlice:
         return self.header.layer_first_token if self.lower is None else self.lower.layer_first_token
 
     def holds(self, tail: SegmentTail | None) -> bool:
-        """Whether nothing has to be fetched for a load that reads ``tail``, or what there is."""
+        """Whether DRAM has all of ``tail``, so that a load need not fetch. None: as much as DRAM has."""
         sizes = zip(() if tail is None else tail.layer_num_bytes, self.header.layer_num_bytes, strict=False)
         return self.tier == DRAM_TIER and all(wanted <= held for wanted, held in sizes)
 
