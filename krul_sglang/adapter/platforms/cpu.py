@@ -5,12 +5,18 @@ A module of its own: SGLang imports it by name when its own platform modules are
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+
+_SPIN_COUNT = "1000"
+"""How often a thread of torch's (OpenMP's) looks for its next piece of work before it sleeps. By default it
+looks for milliseconds. If somebody else wants the core, such as a thread that encodes, each operator of a
+forward then takes 40 times as long."""
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
@@ -25,7 +31,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Take krul's attention backend where SGLang would take ``intel_amx``, which needs ``sgl_kernel``."""
+        """Take krul's attention backend where SGLang would take ``intel_amx``, which needs ``sgl_kernel``;
+        workers, which are started after this, share their cores with other threads."""
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = self.get_default_attention_backend()
 
