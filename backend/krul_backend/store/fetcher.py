@@ -119,7 +119,6 @@ class Fetcher:
                 self._count_prefetched(prefetched_bytes)
                 # If it has left the index, all of it is read.
                 held = None if completes is None else self._host.hold(completes)
-                arrival.segment.completes = held
                 return lease, Coming(part.tier, part.run, arrival, is_prefetch, held)
         part.tier.release(part.run)
         if not is_prefetch:
@@ -229,7 +228,7 @@ class Fetcher:
         """End an arrival, and the tier's hold of its segment."""
         arrival, has_arrived = coming.arrival, False
         try:
-            has_arrived = arrival.end()
+            has_arrived = arrival.end(coming.part)
         finally:
             coming.tier.release(coming.run)
             if coming.part is not None:
