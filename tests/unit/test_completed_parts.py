@@ -11,6 +11,7 @@ import pytest
 
 from krul_backend.errors import TierReadError
 from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import Lease, LowerCopy, SegmentSlice, SegmentTail
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
@@ -22,6 +23,7 @@ from tests.support.store_builders import (
     make_model,
     offset_in,
     page_keys,
+    put,
     stored_ids,
     wait_until,
 )
@@ -164,6 +166,36 @@ def test_a_pin_holds_what_has_taken_the_place_of_a_part(rig: OnSsd) -> None:
     rig.store.release(lease)
     (info,) = rig.host.list_segments()
     assert (info.num_bytes, info.pinned_s > 900) == (sum(SIZES), True)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_hints_hold_for_what_has_taken_the_place_of_a_part(rig: OnSsd, is_late: bool) -> None:
+    """Also those that come while the rest is read."""
+    other, _ = put(rig.host, "other", 0, 1, (10, 10))
+    rig.disk.gate.clear()
+    lease = rig.lease()
+    if is_late:
+        rig.fetch(lease, WHOLE)
+    rig.store.advise(Hint(demote=True, priority=0), model=MODEL, page_keys=page_keys("c", 0, 3))
+    if not is_late:
+        rig.fetch(lease, WHOLE)
+    rig.disk.gate.set()
+    rig.wait_for_reads()
+    rig.store.release(lease)
+    with rig.host._locked.open() as books:
+        first, second = books._order.victims(only_fast_copies=False)
+        assert (books.segments[first].manifest.num_bytes, second) == (sum(SIZES), other)
+        assert books._order._others._nodes[first].weight == Hint(priority=0).weight
+
+
+def test_of_a_conversation_nothing_else_loses_its_worth(rig: OnSsd) -> None:
+    """What follows a segment that was completed can be restored as before."""
+    following, _ = put(rig.host, "c", 3, 4, (10, 10))
+    lease = rig.lease()
+    rig.load(lease, WHOLE)
+    rig.store.release(lease)
+    with rig.host._locked.open() as books:
+        assert books._order._others._nodes[following].is_reachable
 
 
 def test_a_flipped_bit_in_what_completes_costs_no_more_than_that(rig: OnSsd) -> None:
