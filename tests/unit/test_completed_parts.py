@@ -28,7 +28,7 @@ from tests.support.store_builders import (
     wait_until,
 )
 from tests.support.tiered_builders import SIZES as TIERED_SIZES
-from tests.support.tiered_builders import Rig, put_below, wait_for
+from tests.support.tiered_builders import Rig, put_below, put_in_dram, wait_for
 
 KIB = 1 << 10
 RANGE_BYTES = 16 * KIB
@@ -196,6 +196,31 @@ def test_of_a_conversation_nothing_else_loses_its_worth(rig: OnSsd) -> None:
     rig.store.release(lease)
     with rig.host._locked.open() as books:
         assert books._order._others._nodes[following].is_reachable
+
+
+def test_a_tier_that_raises_leaves_no_copy_held() -> None:
+    rig = Rig(capacity_bytes=64 * KIB)
+    with closing(rig):
+        put_below(rig.ssd, "c", 0, 2, range_bytes=20)
+        first, end = SegmentTail((4, 4), (20, 20)), SegmentTail((12, 12), (20, 20))
+        lease = lease_pages(rig.store, "c", 0, 2)
+        assert lease is not None
+        wait_for(rig.store.fetch(lease, [first]))
+        rig.store.release(lease)
+        wait_until(lambda: rig.store.stats().fetched_segments == 1)
+        segment_id, _ = put_in_dram(rig, "c", 2, 4, range_bytes=20)
+        assert rig.host.trim(segment_id, *end)
+
+        def fail(*args: Any) -> Any:
+            raise ValueError("as the tier says")
+
+        # It knows all pages; the first segment was found in the other tier before it is asked.
+        rig.mooncake.find_missing = lambda model, keys: []  # type: ignore[method-assign]
+        rig.mooncake.match = fail  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="as the tier says"):
+            lease_pages(rig.store, "c", 0, 4)
+        assert rig.ssd.num_holds == 0
+        rig.assert_nothing_is_held()
 
 
 def test_a_flipped_bit_in_what_completes_costs_no_more_than_that(rig: OnSsd) -> None:

@@ -97,28 +97,37 @@ def fuller_copies(
     asked once for slices that follow each other.
     """
     size, copies = model.page_size, dict[int, LowerPart]()
+    others: list[LowerPart] = []
     bounds = [0, *accumulate(piece.end_page - piece.first_page for piece in slices)]
     parts = [number for number, piece in enumerate(slices) if _is_part(piece)]
 
     def keys_of(number: int) -> Sequence[str]:
         return page_keys[bounds[number] : bounds[number + 1]]
 
-    for tier in tiers:
-        wanted = [one for one in parts if one not in copies and not tier.find_missing(model, keys_of(one))]
-        # Numbers that follow each other grow like their places.
-        for _, places in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
-            numbers = [number for _, number in places]
-            at, end, first = bounds[numbers[0]], bounds[numbers[-1] + 1], slices[numbers[0]]
-            next_token = first.header.start_token + first.first_page * size
-            keys, tokens = page_keys[at:end], token_ids[at * size : end * size]
-            for run in tier.match(model, keys, tokens, next_token):
-                part = LowerPart(tier, run, host.next_id())
-                number = bounds.index(at) if at in bounds else None
-                if number is not None and _has_more(part.slices[0], slices[number]):
-                    copies[number] = part
-                else:
-                    tier.release(run)
-                at += run.num_pages
+    try:
+        for tier in tiers:
+            wanted = [
+                one for one in parts if one not in copies and not tier.find_missing(model, keys_of(one))
+            ]
+            # Numbers that follow each other grow like their places.
+            for _, places in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
+                numbers = [number for _, number in places]
+                at, end, first = bounds[numbers[0]], bounds[numbers[-1] + 1], slices[numbers[0]]
+                next_token = first.header.start_token + first.first_page * size
+                keys, tokens = page_keys[at:end], token_ids[at * size : end * size]
+                for run in tier.match(model, keys, tokens, next_token):
+                    part = LowerPart(tier, run, host.next_id())
+                    number = bounds.index(at) if at in bounds else None
+                    if number is not None and _has_more(part.slices[0], slices[number]):
+                        copies[number] = part
+                    else:
+                        others.append(part)
+                    at += run.num_pages
+    except BaseException:
+        release_parts(host, [*copies.values()])
+        raise
+    finally:
+        release_parts(host, others)
     return copies
 
 
