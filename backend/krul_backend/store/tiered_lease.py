@@ -74,11 +74,13 @@ class TieredLease:
 
     ``clear_mark`` is a mark of ``HostStore.clear_mark``, taken before any tier was asked. ``completions``, by
     the number of a slice: the copy in a lower tier that has more of it than DRAM, or what was made of both.
+    ``ahead``: what prefetches have brought, or will bring; the rest stays as if there had been none.
     """
 
     parts: list[Part]
     clear_mark: int
-    completions: dict[int, Part]
+    completions: dict[int, Part] = field(default_factory=dict)
+    ahead: list[Part] = field(default_factory=list)
     is_released: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -118,7 +120,7 @@ def fuller_copies(
                 for run in tier.match(model, keys, tokens, next_token):
                     part = LowerPart(tier, run, host.next_id())
                     number = bounds.index(at) if at in bounds else None
-                    if number is not None and _has_more(part.slices[0], slices[number]):
+                    if number is not None and has_more(part.slices[0], slices[number]):
                         copies[number] = part
                     else:
                         others.append(part)
@@ -137,7 +139,7 @@ def _is_part(piece: SegmentSlice) -> bool:
     return piece.tier == DRAM_TIER and any(first > start_token for first in piece.header.layer_first_token)
 
 
-def _has_more(copy: SegmentSlice, piece: SegmentSlice) -> bool:
+def has_more(copy: SegmentSlice, piece: SegmentSlice) -> bool:
     """Return whether a lower tier's copy has the same bytes as the slice, and more before them."""
     whole, part = copy.header, piece.header
     alike = ("start_token", "num_tokens", "codec", "codec_params", "range_bytes")
