@@ -114,9 +114,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                     slots,
                     device_tokens=prompt.device_tokens,
                     new_tokens=prompt.num_tokens - prompt.device_tokens - len(slots),
+                    make_room=self.returning.make_room,
                 )
-            if load is not None:
-                self.returning.make_room(held)
         except BaseException:
             self._store.release(held.lease)
             raise

@@ -175,14 +175,6 @@ class RankEngine:
             drafts=self._draft_saver(measured.costs),
             reasons=self.reasons,
         )
-        self.returning = ReturningRequests(
-            store,
-            model,
-            self.asking,
-            max_ahead_bytes=int(capacity_bytes * MAX_AHEAD_SHARE),
-            max_head_tokens=max_head_tokens,
-            reasons=self.reasons,
-        )
         planning = RestorePlanning(
             planner,
             measured.costs,
@@ -218,6 +210,15 @@ class RankEngine:
             ),
             setup.rotary,
             measured.kernels,
+        )
+        self.returning = ReturningRequests(
+            store,
+            model,
+            self.asking,
+            max_ahead_bytes=int(capacity_bytes * MAX_AHEAD_SHARE),
+            max_head_tokens=max_head_tokens,
+            reasons=self.reasons,
+            plan_ahead=self.restore_path.plan_ahead,
         )
         token_bytes = (pool.shape.k_token_bytes + pool.shape.v_token_bytes) * pool.num_layers
         logger.info(

@@ -134,11 +134,12 @@ def test_what_one_client_stores_another_restores(daemon: DaemonProcess, client: 
 def test_every_other_operation_reaches_the_store(client: RawClient) -> None:
     segment_id = store(client, "ops", 0, 2)
     model = {"fingerprint": MODEL.fingerprint, "page_keys": page_keys("ops", 0, 4)}
-    tokens = tokens_of(page_keys("ops", 0, 4))
     assert client.ask(FindMissingRequest, **model) == ((2, 4),)
     (found,) = client.ask(PathSegmentsRequest, **model)
     assert (found.segment_id, found.header.num_tokens) == (segment_id, 8)
-    assert client.ask(PrefetchRequest, tokens, **model).num_pages == 0
+    lease(client, "ops", 2, number=9)
+    assert client.ask(PrefetchRequest, lease_id=9).num_pages == 0
+    client.ask(ReleaseRequest, lease_id=9)
     assert client.ask(AdviseRequest, hint=Hint(ttl_s=60.0), **model) == 2
     ((listed,), _) = client.ask(ListRequest)
     assert (listed.segment_id, listed.num_bytes, listed.tiers) == (segment_id, 160, ("dram",))

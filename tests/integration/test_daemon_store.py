@@ -275,7 +275,10 @@ def test_pins_costs_prefetch_and_flush(store: WatchedStore) -> None:
     keys = page_keys("c", 0, 2)
     assert store.advise(Hint(ttl_s=60.0), model=MODEL, page_keys=keys) == 2
     assert store.stats().pinned_bytes > 0
-    assert store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 0, "it is in DRAM already"
+    lease = lease_pages(store, "c", 0, 2)
+    assert lease is not None
+    assert store.prefetch(lease).num_pages == 0, "it is in DRAM already"
+    store.release(lease)
     assert store.tier_costs() == {}, "there is no tier below"
     assert store.admin.flush(5.0) is True
 

@@ -32,7 +32,7 @@ from tests.support.daemon_client import (
     num_pages,
     store,
 )
-from tests.support.store_builders import lease_pages, make_model, page_keys, put, tokens_of, wait_until
+from tests.support.store_builders import lease_pages, make_model, put, wait_until
 from tests.support.tiered_builders import wait_for
 
 DISK = ("--ssd-capacity", "256MiB")
@@ -125,17 +125,16 @@ def test_a_fetch_of_nobodys_lease_is_an_error(stored: Path) -> None:
         assert (refused.code, refused.message) == ("key", "lease 1 is unknown or was released")
 
 
-def test_a_prefetch_brings_segments_without_a_lease(stored: Path) -> None:
+def test_a_prefetch_brings_what_a_lease_found_below(stored: Path) -> None:
     with with_disk(stored, "second") as daemon, RawClient(daemon.runtime_dir) as client:
         client.say_hello(MODEL)
-        keys = page_keys("disk", 0, 3)
-        prefetch = {"fingerprint": MODEL.fingerprint, "page_keys": keys}
-        assert client.ask(PrefetchRequest, tokens_of(keys), **prefetch).num_pages == 3
+        lease(client, "disk", 3)
+        assert client.ask(PrefetchRequest, lease_id=1).num_pages == 3
         deadline_s = time.monotonic() + TIMEOUT_S
         while client.ask(StatsRequest)[0].fetched_segments < 2:
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
-        assert {part.tier for part in lease(client, "disk", 3)} == {"dram"}
+        assert {part.tier for part in lease(client, "disk", 3, number=2)} == {"dram"}
 
 
 def test_an_end_by_a_signal_flushes(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def serve_queue(store: DaemonStore, turns: list[Turn]) -> Counter[str]:
             outcomes["missed"] += 1
             continue
         try:
-            waiting.make_room(held)
+            waiting.make_room(held.lease, [None] * len(held.lease.slices))
             assert check_lease(store, held.lease) == [turn]
             outcomes["in DRAM" if held.lease.is_in_dram else "read"] += 1
         except TierReadError:

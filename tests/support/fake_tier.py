@@ -120,6 +120,11 @@ class FakeTier(LowerTier):
             self.num_holds += len(runs)
         return tuple(runs)
 
+    def hold(self, run: PageRun[Any]) -> None:
+        with self._lock:
+            assert self.num_holds > 0, "held by nobody"
+            self.num_holds += 1
+
     def release(self, run: PageRun[Any]) -> None:
         with self._lock:
             assert self.num_holds > 0, "released more often than matched"

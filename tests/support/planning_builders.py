@@ -132,6 +132,9 @@ class FakeAgreement(RankAgreement):
         moved = values[NUM_LAYERS:] if self.other_moved is None else self.other_moved
         return [values, torch.tensor([*self._other_bounds, *moved], dtype=torch.float64)]
 
+    def holds_on_all(self, flag: bool) -> bool:
+        return flag
+
     def broadcast(self, content: bytes) -> bytes:
         self.sent.append(content)
         return content if self._first_ranks is None else self._first_ranks

@@ -11,7 +11,9 @@ import pytest
 
 from krul_backend.errors import TierReadError
 from krul_backend.store.tiered_store import TieredStore
-from krul_backend.tiers.common.interface import Lease, LowerCopy, SegmentSlice, SegmentTail
+from krul_backend.tiers.common.hint import Hint
+from krul_backend.tiers.common.interface import Lease, LowerCopy, Prefetched, SegmentSlice, SegmentTail
+from krul_backend.tiers.common.read_queue import ReadQueue
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import FaultyDisk, open_tier, put_manifest, random_blocks
@@ -22,11 +24,12 @@ from tests.support.store_builders import (
     make_model,
     offset_in,
     page_keys,
+    put,
     stored_ids,
     wait_until,
 )
 from tests.support.tiered_builders import SIZES as TIERED_SIZES
-from tests.support.tiered_builders import Rig, put_below, wait_for
+from tests.support.tiered_builders import Rig, put_below, put_in_dram, wait_for
 
 KIB = 1 << 10
 RANGE_BYTES = 16 * KIB
@@ -164,6 +167,61 @@ def test_a_pin_holds_what_has_taken_the_place_of_a_part(rig: OnSsd) -> None:
     rig.store.release(lease)
     (info,) = rig.host.list_segments()
     assert (info.num_bytes, info.pinned_s > 900) == (sum(SIZES), True)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_hints_hold_for_what_has_taken_the_place_of_a_part(rig: OnSsd, is_late: bool) -> None:
+    """Also those that come while the rest is read."""
+    other, _ = put(rig.host, "other", 0, 1, (10, 10))
+    rig.disk.gate.clear()
+    lease = rig.lease()
+    if is_late:
+        rig.fetch(lease, WHOLE)
+    rig.store.advise(Hint(demote=True, priority=0), model=MODEL, page_keys=page_keys("c", 0, 3))
+    if not is_late:
+        rig.fetch(lease, WHOLE)
+    rig.disk.gate.set()
+    rig.wait_for_reads()
+    rig.store.release(lease)
+    with rig.host._locked.open() as books:
+        first, second = books._order.victims(only_fast_copies=False)
+        assert (books.segments[first].manifest.num_bytes, second) == (sum(SIZES), other)
+        assert books._order._others._nodes[first].weight == Hint(priority=0).weight
+
+
+def test_of_a_conversation_nothing_else_loses_its_worth(rig: OnSsd) -> None:
+    """What follows a segment that was completed can be restored as before."""
+    following, _ = put(rig.host, "c", 3, 4, (10, 10))
+    lease = rig.lease()
+    rig.load(lease, WHOLE)
+    rig.store.release(lease)
+    with rig.host._locked.open() as books:
+        assert books._order._others._nodes[following].is_reachable
+
+
+def test_a_tier_that_raises_leaves_no_copy_held() -> None:
+    rig = Rig(capacity_bytes=64 * KIB)
+    with closing(rig):
+        put_below(rig.ssd, "c", 0, 2, range_bytes=20)
+        first, end = SegmentTail((4, 4), (20, 20)), SegmentTail((12, 12), (20, 20))
+        lease = lease_pages(rig.store, "c", 0, 2)
+        assert lease is not None
+        wait_for(rig.store.fetch(lease, [first]))
+        rig.store.release(lease)
+        wait_until(lambda: rig.store.stats().fetched_segments == 1)
+        segment_id, _ = put_in_dram(rig, "c", 2, 4, range_bytes=20)
+        assert rig.host.trim(segment_id, *end)
+
+        def fail(*args: Any) -> Any:
+            raise ValueError("as the tier says")
+
+        # It knows all pages; the first segment was found in the other tier before it is asked.
+        rig.mooncake.find_missing = lambda model, keys: []  # type: ignore[method-assign]
+        rig.mooncake.match = fail  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="as the tier says"):
+            lease_pages(rig.store, "c", 0, 4)
+        assert rig.ssd.num_holds == 0
+        rig.assert_nothing_is_held()
 
 
 def test_a_flipped_bit_in_what_completes_costs_no_more_than_that(rig: OnSsd) -> None:
@@ -327,4 +385,130 @@ def test_segments_in_part_that_follow_each_other_are_asked_for_once() -> None:
         assert wait_for(rig.store.fetch(lease, wholes)) == contents
         rig.store.release(lease)
         wait_until(lambda: rig.store.stats().fetched_segments == 9)
+        rig.assert_nothing_is_held()
+
+
+# What comes before a load asks for it
+
+
+def test_a_prefetch_of_tails_brings_a_part_and_a_later_one_completes_it(rig: OnSsd) -> None:
+    """First what a load will want, then the rest; each reads only what DRAM lacks."""
+    lease = rig.lease()
+    assert rig.store.prefetch(lease, [PART]) == Prefetched(0), "all of that is here"
+    assert rig.store.prefetch(lease, [None]) == Prefetched(0)
+    assert rig.disk.num_bytes_read == 0
+    assert rig.store.prefetch(lease, [MORE], is_rest=True) == Prefetched(3)
+    rig.wait_for_reads()
+    missing = COMPLETED[0] - HELD[0]
+    assert missing <= rig.disk.num_bytes_read <= missing + 8 * KIB
+    # Whoever has the lease gets what it wants, although it is more.
+    assert rig.load(lease, WHOLE) == CONTENT
+    assert rig.disk.num_bytes_read <= sum(SIZES) - sum(HELD) + 24 * KIB
+    rig.store.release(lease)
+    rig.assert_nothing_is_held()
+
+
+def test_what_was_prefetched_stays_until_the_lease_ends(tmp_path: Path) -> None:
+    with closing(OnSsd(tmp_path)) as rig:
+        rig.host.clear()
+        lease = rig.lease()
+        assert lease.slices[0].tier == "ssd"
+        assert rig.store.prefetch(lease, [PART]) == Prefetched(3)
+        rig.wait_for_reads()
+        assert rig.host.reserve((4 << 20,)) is None
+        found = rig.lease()
+        assert (found.is_in_dram, found.slices[0].header.layer_num_bytes) == (True, HELD)
+        # The earlier lease promised more, and its load may want that.
+        assert rig.load(lease, MORE) == ends_of(COMPLETED)
+        for each in (lease, found):
+            rig.store.release(each)
+        assert rig.store.stats().stored_bytes == sum(COMPLETED)
+        rig.assert_nothing_is_held()
+
+
+def test_two_that_want_different_ends_of_one_segment_read_none_twice(tmp_path: Path) -> None:
+    """A common prefix: the second one completes what came for the first one since it was leased."""
+    with closing(OnSsd(tmp_path)) as rig:
+        rig.host.clear()
+        first, second = rig.lease(), rig.lease()
+        rig.store.prefetch(first, [PART])
+        rig.wait_for_reads()
+        assert rig.store.prefetch(second, [WHOLE]) == Prefetched(3)
+        rig.wait_for_reads()
+        assert rig.disk.num_bytes_read <= sum(SIZES) + 24 * KIB
+        found = rig.lease()
+        assert wait_for(found.slices) == [CONTENT]
+        for each in (first, second, found):
+            rig.store.release(each)
+        rig.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_that_complete_one_segment_at_once_read_it_once(rig: OnSsd, fails: bool) -> None:
+    first, second, third = rig.lease(), rig.lease(), rig.lease()
+    rig.disk.gate.clear()
+    assert rig.store.prefetch(first, [WHOLE]) == Prefetched(3)
+    assert rig.store.prefetch(second, [MORE]) == Prefetched(3)
+    piece = rig.fetch(third, MORE)
+    assert piece.status is not None
+    rig.disk.flipped_read_offset = 5000 if fails else None
+    rig.disk.gate.set()
+    rig.wait_for_reads()
+    assert rig.disk.num_bytes_read <= sum(SIZES) - sum(HELD) + 24 * KIB
+    if fails:
+        with pytest.raises(TierReadError):
+            piece.status.wait(0, 20)
+    else:
+        assert wait_for((piece,)) == [CONTENT]
+    for lease in (first, second, third):
+        rig.store.release(lease)
+    assert rig.store.stats().stored_bytes == sum(HELD if fails else SIZES)
+    rig.assert_nothing_is_held()
+
+
+def test_a_prefetch_whose_copy_has_left_the_disk_ends(rig: OnSsd) -> None:
+    lease = rig.lease()
+    rig.tier.discard(MANIFEST)
+    assert rig.store.prefetch(lease, [WHOLE]) == Prefetched(3)
+    rig.wait_for_reads()
+    assert rig.load(lease, PART) == ends_of(HELD)
+    rig.store.release(lease)
+    rig.assert_nothing_is_held()
+
+
+def test_a_prefetch_of_a_segment_for_which_there_is_no_room(tmp_path: Path) -> None:
+    with closing(OnSsd(tmp_path, capacity_bytes=sum(SIZES) + 100 * KIB)) as rig:
+        lease = rig.lease()
+        assert rig.store.prefetch(lease, [WHOLE]) == Prefetched(0, "no room")
+        rig.store.release(lease)
+        with pytest.raises(KeyError, match="unknown or was released"):
+            rig.store.prefetch(lease)
+        rig.assert_nothing_is_held()
+
+
+def test_the_rest_comes_after_all_that_other_prefetches_read(tmp_path: Path) -> None:
+    rig = Rig(capacity_bytes=64 * KIB)
+    with closing(rig):
+        rig.ssd.reads = ReadQueue(1, "one thread")
+        order: list[str] = []
+        fetch = rig.ssd.fetch
+
+        def noting(reads: Any, *more: Any) -> None:
+            order.extend(read.run.segment.manifest.page_keys[0] for read in reads)
+            fetch(reads, *more)
+
+        rig.ssd.fetch = noting  # type: ignore[method-assign]
+        for name in "abcd":
+            put_below(rig.ssd, name, 0, 2, range_bytes=20)
+        leases = {name: lease_pages(rig.store, name, 0, 2) for name in "abcd"}
+        rig.ssd.reads_go_on.clear()
+        for name, lease in leases.items():
+            assert lease is not None
+            rig.store.prefetch(lease, is_rest=name == "b")
+        rig.ssd.reads_go_on.set()
+        wait_until(lambda: rig.store.stats().fetched_segments == 4)
+        assert order == ["a/0", "c/0", "d/0", "b/0"]
+        for lease in leases.values():
+            assert lease is not None
+            rig.store.release(lease)
         rig.assert_nothing_is_held()

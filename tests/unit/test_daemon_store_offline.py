@@ -95,7 +95,6 @@ def assert_engine_does_without(store: DaemonStore) -> None:
     assert store.find_missing(MODEL, KEYS) == []
     assert store.path_segments(MODEL, KEYS) == []
     assert store.trim(1, (0, 0), (10, 10)) == 0
-    assert store.prefetch(MODEL, KEYS, TOKENS).num_pages == 0
     assert store.advise(Hint(ttl_s=1.0), model=MODEL, page_keys=KEYS) == 0
     assert store.tier_costs() == {}
     assert store.report_damage(1) is False

@@ -8,9 +8,9 @@ import pytest
 
 from krul_backend.errors import TierReadError
 from krul_backend.planner.interface import TierCost
-from krul_backend.tiers.common.interface import Prefetched
+from krul_backend.tiers.common.interface import Prefetched, SegmentTail
 from tests.support.daemon_builders import WatchedStore, serving
-from tests.support.store_builders import lease_pages, page_keys, put, tokens_of, wait_until
+from tests.support.store_builders import lease_pages, put, wait_until
 from tests.support.tiered_builders import MODEL, SIZES, Rig, put_below, put_in_dram, tiers_of, wait_for
 
 
@@ -75,23 +75,40 @@ def test_a_read_that_fails_is_told_through_shared_memory(rig: Rig, store: Watche
 
 def test_prefetched_pages_are_in_dram_by_the_time_of_the_lease(rig: Rig, store: WatchedStore) -> None:
     _, content = put_below(rig.mooncake, "c", 0, 3)
-    keys = page_keys("c", 0, 3)
-    assert store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 3
+    ahead = lease_pages(store, "c", 0, 3)
+    assert ahead is not None
+    assert store.prefetch(ahead).num_pages == 3
     wait_until(lambda: store.stats().fetched_segments == 1)
     lease = lease_pages(store, "c", 0, 3)
     assert lease is not None
+    assert lease.is_in_dram
     assert wait_for(store.fetch(lease)) == [content]
+    for each in (ahead, lease):
+        store.release(each)
+    with pytest.raises(KeyError):
+        store.prefetch(ahead)
+
+
+def test_a_prefetch_of_tails_reads_no_more(rig: Rig, store: WatchedStore) -> None:
+    put_below(rig.ssd, "c", 0, 3, range_bytes=20)
+    lease = lease_pages(store, "c", 0, 3)
+    assert lease is not None
+    assert store.prefetch(lease, [SegmentTail((4, 8), (55, 30))], is_rest=True) == Prefetched(3)
+    wait_until(lambda: store.stats().fetched_segments == 1)
+    assert rig.ssd.num_bytes_read == 60 + 40
     store.release(lease)
 
 
 def test_a_refused_prefetch_says_why(rig: Rig, store: WatchedStore) -> None:
     put_below(rig.mooncake, "c", 0, 3)
-    keys = page_keys("c", 0, 3)
+    lease = lease_pages(store, "c", 0, 3)
     reservation = rig.host.reserve((store.stats().capacity_bytes,))
+    assert lease is not None
     assert reservation is not None
-    assert store.prefetch(MODEL, keys, tokens_of(keys)) == Prefetched(0, "no room")
+    assert store.prefetch(lease) == Prefetched(0, "no room")
     rig.host.abort(reservation)
-    assert store.prefetch(MODEL, keys, tokens_of(keys)) == Prefetched(3)
+    assert store.prefetch(lease) == Prefetched(3)
+    store.release(lease)
 
 
 def test_tiers_costs_and_their_statistics(rig: Rig, store: WatchedStore) -> None:

@@ -66,6 +66,43 @@ def test_policies_by_name() -> None:
         make_policy("lfu")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_takes_the_place_of_another_one_leaves_when_that_would_have(kind: str) -> None:
+    policy = KINDS[kind]()
+    policy.touch(items(1, 2, 3))
+    policy.touch(items(9))
+    policy.advise(3, Hint(demote=True))
+    policy.replace(2, Item(12))
+    policy.replace(3, Item(13))
+    victims = list(policy.victims())
+    assert (victims[0], sorted(victims)) == (13, [1, 9, 12, 13])
+    assert victims.index(12) < victims.index(1), "as what it continues is needed for it"
+    assert kind != "lru" or victims == [13, 12, 1, 9]
+    policy.replace(13, Item(23))
+    policy.remove(23)
+    policy.touch(items(1, 12))
+    victims = list(policy.victims())
+    assert sorted(victims) == [1, 9, 12]
+    assert kind != "lru" or victims == [9, 12, 1]
+
+
+def test_a_segment_in_another_ones_place_cuts_off_nothing_and_keeps_its_weight() -> None:
+    clock = Clock()
+    policy = ValuePolicy(clock)
+    policy.touch(items(1, 2))
+    policy.advise(2, Hint(priority=100))
+    for other in (7, 8):
+        policy.touch(items(other))
+    policy.replace(1, Item(11))
+    policy.replace(2, Item(12))
+    clock.now_s += 30
+    assert list(policy.victims())[:2] == [7, 8]
+    # What follows it can be restored as before: it is not worth nothing.
+    policy.advise(12, Hint(priority=50))
+    policy.advise(7, Hint(priority=0))
+    assert next(policy.victims()) == 7
+
+
 # Least recently used
 
 

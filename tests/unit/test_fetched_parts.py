@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from krul_backend.errors import ManifestError, NotAdmittedError, TierReadError
 from krul_backend.tiers.common.interface import Lease, SegmentSlice, SegmentTail
 from krul_backend.tiers.common.lower_tier import TailRead
-from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
+from krul_backend.tiers.common.read_queue import ReadPriority, of_a_load
 from tests.support.daemon_builders import WatchedStore, serving
 from tests.support.fake_tier import FakeTier
 from tests.support.store_builders import (
@@ -265,30 +265,16 @@ def test_a_tier_reads_all_segments_of_a_lease_in_one_go() -> None:
     rig.store.close()
 
 
-def test_a_load_waits_for_one_segment_of_what_is_being_prefetched() -> None:
-    """Not for the rest of its conversation, which nobody waits for; that comes afterwards."""
+def test_what_is_prefetched_of_a_conversation_is_read_together() -> None:
+    """So that its load finds the first layers of all segments first. Another load has a thread of its own."""
     tier = OrderedTier()
-    tier.reads = ReadQueue(1, "one thread")
     rig = Rig(ssd=tier)
     for first in (0, 2, 4):
         below(tier, "prefetched", first, first + 2)
-    for first in (0, 2):
-        below(tier, "loaded", first, first + 2)
-    tier.reads_go_on.clear()
     keys = page_keys("prefetched", 0, 6)
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 6
-    wait_until(lambda: tier.num_fetches == 1)
-    lease = leased(rig, "loaded", 0, 4)
-    pieces = rig.store.fetch(lease)
-    tier.reads_go_on.set()
-    wait_for(pieces)
-    rig.store.release(lease)
-    wait_until(lambda: rig.store.stats().fetched_segments == 5)
-    assert tier.order == [
-        *(("prefetched/0", layer) for layer in range(2)),
-        *((f"loaded/{page}", layer) for layer in range(2) for page in (0, 2)),
-        *((f"prefetched/{page}", layer) for page in (2, 4) for layer in range(2)),
-    ]
+    assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == 6
+    wait_until(lambda: rig.store.stats().fetched_segments == 3)
+    assert tier.order == [(f"prefetched/{page}", layer) for layer in range(2) for page in (0, 2, 4)]
     rig.assert_nothing_is_held()
     rig.store.close()
 
@@ -380,7 +366,7 @@ def test_a_part_that_has_enough_is_used_by_who_wants_less(rig: Rig) -> None:
 def test_who_was_promised_more_than_a_part_has_gets_it(
     rig: Rig, tail: SegmentTail | None, kept: tuple[int, ...]
 ) -> None:
-    """It is read again for that lease alone, and goes with it; the part stays what others find."""
+    """What that lacks is read, and completes it for others, too."""
     _, content = below(rig.ssd, "c", 0, 3)
     lease = leased(rig, "c", 0, 3)
     fetch_part(rig, "c", 0, 3, TAIL)
@@ -389,9 +375,9 @@ def test_who_was_promised_more_than_a_part_has_gets_it(
     assert piece.segment_id != part_id
     assert wait_for((piece,)) == [ends_of(content, kept)]
     wait_until(lambda: rig.store.stats().fetched_segments == 2)
-    assert stored_ids(rig.host) == [part_id]
+    assert stored_ids(rig.host) == [piece.segment_id]
     rig.store.release(lease)
-    assert rig.store.stats().used_bytes == 2 * 64 + FLAGS_BYTES
+    assert rig.store.stats().used_bytes == 128 + 64 + FLAGS_BYTES
     assert (rig.ssd.num_puts, rig.mooncake.num_puts) == (0, 0)
     rig.assert_nothing_is_held()
 
@@ -421,7 +407,7 @@ def test_a_whole_prefetch_on_its_way_is_enough_for_any_end(rig: Rig) -> None:
     rig.ssd.reads_go_on.clear()
     lease = leased(rig, "c", 0, 3)
     keys = page_keys("c", 0, 3)
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 3
+    assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == 3
     pieces = rig.store.fetch(lease, [TAIL])
     rig.ssd.reads_go_on.set()
     assert wait_for(pieces) == [content]

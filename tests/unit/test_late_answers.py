@@ -89,7 +89,7 @@ class LeaseBook:
             tiers = self._rng.choice((("dram",), ("dram", "ssd"), ("ssd",)))
             return Lease(self._num_granted, num_pages, tuple(self._slice(tier) for tier in tiers))
 
-    def prefetch(self, *args: object) -> Prefetched:
+    def prefetch(self, lease: Lease, tails: object = None, *, is_rest: bool = False) -> Prefetched:
         self._take_time()
         return Prefetched(1, self._rng.choice((None, None, "no room")))
 
@@ -106,7 +106,7 @@ class LeaseBook:
     def _slice(self, tier: str) -> SegmentSlice:
         number = self._rng.randint(0, 5)
         return SegmentSlice(
-            number, SegmentHeader(4, 0, 4, "raw", {}, (10,), (0,)), tier, (), (), (number,), 0, 1
+            number, SegmentHeader(4, 0, 4, "raw", {}, (10,), (0,)), tier, (), (), (bytes([number]) * 8,), 0, 1
         )
 
 
@@ -169,7 +169,7 @@ class Requests:
             if self._rng.random() < 0.2:
                 self._store.release(held.lease)
             else:
-                self.waiting.make_room(held)
+                self.waiting.make_room(held.lease, [None] * len(held.lease.slices))
                 self.waiting.queue_load(rid, load_of(held))
                 self._planned.add(rid)
         self.waiting.end_lease(rid)
@@ -396,7 +396,7 @@ def test_room_is_made_when_the_refusal_comes_late(waiting: ReturningRequests, cl
     wait_a_round(waiting, "a")
     held = waiting.take("x")
     assert held is not None
-    waiting.make_room(held)
+    waiting.make_room(held.lease, [None] * len(held.lease.slices))
     assert rig.store.stats().num_leases == 2
     asking.answer_all()
     wait_a_round(waiting, "a")

@@ -10,7 +10,7 @@ import pytest
 from krul_backend.errors import StoreClosedError
 from krul_backend.tiers.common.read_queue import QueuedRead, ReadPriority, ReadQueue
 
-LOAD, PREFETCH, UPKEEP = ReadPriority
+LOAD, PREFETCH, REST, UPKEEP = ReadPriority
 
 
 class Held:
@@ -48,9 +48,9 @@ def held() -> Iterator[Held]:
 
 def test_loads_come_before_prefetches_and_these_before_upkeep(held: Held) -> None:
     for number in range(2):
-        for priority in (UPKEEP, PREFETCH, LOAD):
+        for priority in (UPKEEP, REST, PREFETCH, LOAD):
             held.submit(f"{priority.name} {number}", priority)
-    assert held.go_on() == ["LOAD 0", "LOAD 1", "PREFETCH 0", "PREFETCH 1", "UPKEEP 0", "UPKEEP 1"]
+    assert held.go_on() == [f"{priority.name} {number}" for priority in ReadPriority for number in range(2)]
 
 
 def test_what_somebody_waits_for_moves_up_and_runs_once(held: Held) -> None:

@@ -13,14 +13,14 @@ from krul_backend.tiers.common.interface import Prefetched
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore import held_lease, returning_requests
-from krul_sglang.engine.restore.held_lease import MAX_RENEW_INTERVAL_S, RENEW_INTERVAL_S
+from krul_sglang.engine.restore.held_lease import MAX_RENEW_INTERVAL_S, RENEW_INTERVAL_S, HeldLease
 from krul_sglang.engine.restore.returning_request import Prompt
 from krul_sglang.engine.restore.returning_requests import (
     RETRY_MISS_S,
     RETRY_PREFETCH_S,
     ReturningRequests,
 )
-from tests.support.store_builders import Clock, page_keys, tokens_of
+from tests.support.store_builders import Clock, page_keys, tokens_of, wait_until
 from tests.support.tiered_builders import (
     FLAGS_BYTES,
     MODEL,
@@ -63,12 +63,9 @@ def lookups(rig: Rig) -> int:
     return rig.store.stats().lookups
 
 
-def wait_until_read(rig: Rig, num_segments: int = 1, num_holds: int = 0) -> None:
-    """Until so much of what was fetched has arrived, and its tier is held no more than that."""
-    deadline_s = time.monotonic() + 20
-    while rig.ssd.num_holds > num_holds or rig.store.stats().fetched_segments < num_segments:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+def wait_until_read(rig: Rig, num_segments: int = 1) -> None:
+    """Until so much has arrived, and nothing is on its way."""
+    wait_until(lambda: rig.store.stats().fetched_segments >= num_segments and not rig.store._fetcher._reads)
 
 
 def look_ahead(waiting: ReturningRequests, rids: str, keys: Sequence[tuple[str, ...]] = ()) -> list[int]:
@@ -93,6 +90,11 @@ def end_all(rig: Rig, waiting: ReturningRequests, rids: str) -> str:
     wait_until_read(rig, num_segments=0)
     rig.assert_nothing_is_held()
     return "".join(rid for rid in rids if held[rid])
+
+
+def make_room(waiting: ReturningRequests, held: HeldLease) -> bool:
+    """For a load of all that is leased."""
+    return waiting.make_room(held.lease, [None] * len(held.lease.slices))
 
 
 def promise(waiting: ReturningRequests, rid: str = "r", keys: tuple[str, ...] = KEYS) -> int:
@@ -362,11 +364,11 @@ def test_what_is_admitted_takes_the_room_of_the_last_in_the_queue(
         put_below(rig.ssd, name, 0, 4)
     for number in range(3):
         look_ahead(waiting, "abc"[: number + 1])
-        wait_until_read(rig, min(number + 1, num_segments), num_holds=3 - num_segments)
+        wait_until_read(rig, min(number + 1, num_segments))
     # "c" is looked up last, and admitted first.
     held = waiting.take("c")
     assert held is not None
-    waiting.make_room(held)
+    make_room(waiting, held)
     assert wait_for(rig.store.fetch(held.lease)) == [content_of("c", 0, 4)]
     rig.store.release(held.lease)
     assert end_all(rig, waiting, "abc") == left
@@ -384,7 +386,7 @@ def test_an_admitted_request_takes_no_more_room_than_it_needs(clock: Clock) -> N
     assert look_ahead(waiting, "abcx") == [4, 4, 4, 4]
     held = waiting.take("x")
     assert held is not None
-    waiting.make_room(held)
+    make_room(waiting, held)
     assert waiting.num_leases == 2
     rig.store.release(held.lease)
     rig.host.abort(reservation)
@@ -414,7 +416,7 @@ def test_after_a_refusal_none_asks_for_a_while_and_then_all_do_in_their_order(cl
         time.sleep(0.01)
         clock.now_s += RETRY_PREFETCH_S
         wait_a_round(waiting, "abcd")
-    wait_until_read(rig, num_segments=2, num_holds=2)
+    wait_until_read(rig, num_segments=2)
     assert rig.store.stats().failed_fetches >= 2
     in_dram = []
     for name in "abcd":
@@ -438,9 +440,9 @@ def test_an_admitted_request_gets_room_while_much_is_being_prefetched(clock: Clo
     look_ahead(waiting, "eabcdx")
     held = waiting.take("x")
     assert held is not None
-    asked = rig.store.prefetch(MODEL, page_keys("x", 0, 4), tokens_of(page_keys("x", 0, 4)))
+    asked = rig.store.prefetch_pages(MODEL, page_keys("x", 0, 4), tokens_of(page_keys("x", 0, 4)))
     assert asked == Prefetched(0, "too much at once")
-    waiting.make_room(held)
+    make_room(waiting, held)
     pieces = rig.store.fetch(held.lease)
     rig.ssd.reads_go_on.set()
     assert wait_for(pieces) == [content_of("x", 0, 4, (60, 10))]
@@ -461,7 +463,7 @@ def test_what_is_on_its_way_gives_no_room(clock: Clock) -> None:
     promise(waiting, "x", page_keys("x", 0, 4))
     held = waiting.take("x")
     assert held is not None
-    waiting.make_room(held)
+    make_room(waiting, held)
     rig.store.release(held.lease)
     rig.host.abort(reservation)
     rig.ssd.reads_go_on.set()
@@ -494,7 +496,7 @@ def test_one_that_may_have_no_more_in_dram_holds_nobody_up(clock: Clock) -> None
         put_below(rig.ssd, name, 0, 4, tenant="t")
     put_below(rig.ssd, "c", 0, 1, (10, 10))
     look_ahead(waiting, "abc")
-    wait_until_read(rig, num_holds=2)
+    wait_until_read(rig)
     in_dram = []
     for name in "abc":
         held = waiting.take(name)

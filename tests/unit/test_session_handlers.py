@@ -16,6 +16,7 @@ from krul_backend.daemon.protocol.messages import (
     FetchRequest,
     HelloRequest,
     LeaseRequest,
+    PrefetchRequest,
     ReleaseRequest,
     ReserveRequest,
 )
@@ -25,7 +26,7 @@ from krul_backend.daemon.server.sessions import Session
 from krul_backend.errors import ProtocolError, TierReadError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 from krul_backend.store.tiered_store import TieredStore
-from krul_backend.tiers.common.interface import SegmentSlice
+from krul_backend.tiers.common.interface import Prefetched, SegmentSlice
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support.daemon_client import num_pages
 from tests.support.store_builders import make_model, page_keys, put, tokens_of
@@ -179,21 +180,25 @@ def test_a_lease_released_while_it_is_fetched_ends_after_that(
     fetch = FetchRequest(token="t", id=3, lease_id=5)
     deferred = handlers.handle(session, fetch, None)
     assert isinstance(deferred, Deferred)
-    with pytest.raises(ValueError, match="lease 5 is being fetched"):
-        handlers.handle(session, fetch, None)
+    ahead = handlers.handle(session, PrefetchRequest(token="t", id=4, lease_id=5), None)
     if ends == "release":
         handlers.handle(session, RELEASE, None)
     elif ends == "session":
         handlers.end_session(session)
     assert store.stats().num_leases == 1, "the other thread has it"
-    future = done(deferred)
+    of_prefetch, future = done(ahead), done(deferred)
     if ends is None:
+        assert ahead.finish(of_prefetch) == Prefetched()
+        assert store.stats().num_leases == 1
         assert num_pages(deferred.finish(future)) == 2
         handlers.handle(session, RELEASE, None)
     else:
         with pytest.raises(KeyError, match="lease 5 was released"):
+            ahead.finish(of_prefetch)
+        assert store.stats().num_leases == 1
+        with pytest.raises(KeyError, match="lease 5 was released"):
             deferred.finish(future)
-    assert (session.leases.granted, session.fetching, store.stats().num_leases) == ({}, set(), 0)
+    assert (session.leases.granted, session.in_use, store.stats().num_leases) == ({}, {}, 0)
 
 
 def test_a_session_knows_the_models_that_said_hello_last(store: TieredStore, session: Session) -> None:

@@ -55,7 +55,7 @@ class Restores:
 
     def prefetch(self, number: int) -> None:
         keys = page_keys(f"c{number}", 0, 2)
-        assert self.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 2
+        assert self.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == 2
 
     def load(self, number: int) -> Lease:
         keys = page_keys(f"c{number}", 0, 2)

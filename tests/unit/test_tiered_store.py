@@ -270,7 +270,9 @@ def test_fetching_a_lease_again_gives_the_same_segments(rig: Rig) -> None:
 def test_an_arriving_segment_is_not_evicted_or_trimmed(rig: Rig) -> None:
     _, content = put_below(rig.ssd, "c", 0, 3)
     rig.ssd.reads_go_on.clear()
-    assert rig.store.prefetch(MODEL, page_keys("c", 0, 3), tokens_of(page_keys("c", 0, 3))).num_pages == 3
+    assert (
+        rig.store.prefetch_pages(MODEL, page_keys("c", 0, 3), tokens_of(page_keys("c", 0, 3))).num_pages == 3
+    )
     (info,) = rig.host.list_segments()
     assert rig.store.stats().num_leases == 0
     assert rig.store.reserve((64 * 64,)) is None
@@ -320,7 +322,9 @@ def test_a_read_that_fails_tells_its_readers_and_leaves_nothing(
     rig.assert_nothing_is_held()
     # And it can be fetched again.
     rig.ssd.fail_after = None
-    assert rig.store.prefetch(MODEL, page_keys("c", 0, 3), tokens_of(page_keys("c", 0, 3))).num_pages == 3
+    assert (
+        rig.store.prefetch_pages(MODEL, page_keys("c", 0, 3), tokens_of(page_keys("c", 0, 3))).num_pages == 3
+    )
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
 
 
@@ -347,13 +351,13 @@ def test_no_room_for_a_prefetch_stops_it(rig: Rig) -> None:
     put_below(rig.ssd, "c", 3, 4)
     rig.ssd.reads_go_on.clear()
     keys = page_keys("c", 0, 4)
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 2
+    assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == 2
     # What is on its way already counts, and is not started again.
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 2
+    assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == 2
     rig.ssd.reads_go_on.set()
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
-    assert rig.store.prefetch(MODEL, keys[:2], tokens_of(keys[:2])) == Prefetched(0)
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)) == Prefetched(0, "over quota")
+    assert rig.store.prefetch_pages(MODEL, keys[:2], tokens_of(keys[:2])) == Prefetched(0)
+    assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)) == Prefetched(0, "over quota")
     assert rig.ssd.num_reads == 1
     rig.assert_nothing_is_held()
 
@@ -366,7 +370,7 @@ def test_prefetches_on_their_way_leave_most_of_the_memory_to_others(rig: Rig) ->
     keys = {name: page_keys(name, 0, 2) for name in names}
     put_in_dram(rig, "stored", 0, 2)
     rig.ssd.reads_go_on.clear()
-    prefetched = [rig.store.prefetch(MODEL, each, tokens_of(each)) for each in keys.values()]
+    prefetched = [rig.store.prefetch_pages(MODEL, each, tokens_of(each)) for each in keys.values()]
     assert prefetched == [Prefetched(2)] * 2 + [Prefetched(0, "too much at once")] * 6
     assert is_in_dram(rig, "stored", 0, 2)
     # A load is not limited.
@@ -379,7 +383,7 @@ def test_prefetches_on_their_way_leave_most_of_the_memory_to_others(rig: Rig) ->
     rig.store.release(lease)
     # What has arrived does not count.
     for name, num_fetched in zip(names[2:5], (4, 5, 6), strict=True):
-        assert rig.store.prefetch(MODEL, keys[name], tokens_of(keys[name])).num_pages == 2
+        assert rig.store.prefetch_pages(MODEL, keys[name], tokens_of(keys[name])).num_pages == 2
         wait_until(lambda num=num_fetched: rig.store.stats().fetched_segments == num)
     rig.assert_nothing_is_held()
 
@@ -387,7 +391,7 @@ def test_prefetches_on_their_way_leave_most_of_the_memory_to_others(rig: Rig) ->
 def test_a_prefetch_of_one_large_segment_is_never_refused(rig: Rig) -> None:
     put_below(rig.ssd, "large", 0, 2, sizes=(3000, 100))
     keys = page_keys("large", 0, 2)
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 2
+    assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == 2
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
     rig.assert_nothing_is_held()
 
@@ -398,7 +402,7 @@ def test_what_was_prefetched_is_counted_once_as_found_or_as_wasted(rig: Rig) -> 
     keys = {name: page_keys(name, 0, 2) for name in "cd"}
     rig.ssd.reads_go_on.clear()
     for each in keys.values():
-        assert rig.store.prefetch(MODEL, each, tokens_of(each)).num_pages == 2
+        assert rig.store.prefetch_pages(MODEL, each, tokens_of(each)).num_pages == 2
     # On its way is not there.
     assert tiers_of(lease_pages(rig.store, "c", 0, 2)) == [("ssd", 2)]
     rig.ssd.reads_go_on.set()
@@ -433,7 +437,7 @@ def test_a_segment_below_is_not_found_for_a_few_of_its_pages(rig: Rig) -> None:
     put_below(rig.ssd, "c", 16, 18)
     for num_pages, expected in ((1, 0), (2, 2)):
         keys = page_keys("c", 0, num_pages)
-        assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == expected
+        assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == expected
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
     put_below(rig.ssd, "d", 0, 16)
     assert lease_pages(rig.store, "d", 0, 1) is None
@@ -444,7 +448,7 @@ def test_a_segment_below_is_not_found_for_a_few_of_its_pages(rig: Rig) -> None:
     put_below(rig.ssd, "e", 0, 32)
     put_below(rig.ssd, "f", 1, 5)
     keys = (*page_keys("e", 0, 1), *page_keys("f", 1, 5))
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 5
+    assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == 5
     wait_until(lambda: rig.store.stats().fetched_segments == 3)
     rig.assert_nothing_is_held()
 
@@ -538,7 +542,7 @@ def test_what_cannot_be_decoded_leaves_every_tier_and_is_stored_again(rig: Rig, 
         add_encoded(tier, "c", 0, 2, "old")
         add_encoded(tier, "c", 2, 4, "known")
     if is_in_dram:
-        rig.store.prefetch(MODEL, page_keys("c", 0, 2), tokens_of(page_keys("c", 0, 2)))
+        rig.store.prefetch_pages(MODEL, page_keys("c", 0, 2), tokens_of(page_keys("c", 0, 2)))
         wait_until(lambda: rig.store.stats().fetched_segments == 1)
     lease = lease_pages(rig.store, "c", 0, 4)
     assert lease is not None
@@ -590,7 +594,7 @@ def test_what_comes_from_the_cluster_is_written_to_the_disk_too(rig: Rig) -> Non
     put_below(rig.ssd, "d", 0, 3)
     for name in "cd":
         keys = page_keys(name, 0, 3)
-        assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 3
+        assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == 3
     wait_until(lambda: rig.store.stats().fetched_segments == 2)
     assert rig.store.flush(10)
     assert [record.content for record in rig.ssd.records.values()][1] == content
@@ -761,7 +765,7 @@ def test_close_ends_reads_and_leases_and_writes_what_waits(rig: Rig) -> None:
     for call in (
         lambda: lease_pages(rig.store, "c", 0, 3),
         lambda: rig.store.reserve((1,)),
-        lambda: rig.store.prefetch(MODEL, (), np.zeros(0, np.int32)),
+        lambda: rig.store.prefetch_pages(MODEL, (), np.zeros(0, np.int32)),
         rig.store.stats,
         rig.store.clear,
     ):
@@ -825,7 +829,7 @@ def test_threads_that_do_everything_at_once_see_right_bytes_and_leave_nothing() 
             name, choice = str(rng.choice(list("abc"))), rng.random()
             keys = page_keys(name, 0, 5)
             if choice < 0.2:
-                rig.store.prefetch(MODEL, keys, tokens_of(keys))
+                rig.store.prefetch_pages(MODEL, keys, tokens_of(keys))
             elif choice < 0.3:
                 rig.host.clear()
             else:

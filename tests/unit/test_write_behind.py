@@ -157,7 +157,7 @@ def test_what_continues_an_arriving_segment_waits_for_it(rig: Rig) -> None:
     put_below(rig.mooncake, "a", 0, 2)
     rig.mooncake.reads_go_on.clear()
     keys = page_keys("a", 0, 2)
-    assert rig.store.prefetch(MODEL, keys, tokens_of(keys)).num_pages == 2
+    assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == 2
     put(rig.store, "a", 2, 4)
     put(rig.store, "b", 0, 2)
     assert rig.store.flush(10)

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import gt
 from typing import Any
 
 from krul_backend.errors import NotAdmittedError, Refusal, StoreClosedError, TierReadError
 from krul_backend.segment import SegmentManifest
-from krul_backend.store.tiered_lease import LowerPart
-from krul_backend.tiers.common.interface import Lease, SegmentTail, block_checksum, checksums_of
+from krul_backend.store.tiered_lease import LowerPart, has_more
+from krul_backend.tiers.common.interface import Lease, SegmentSlice, SegmentTail, block_checksum, checksums_of
 from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import QueuedRead, ReadPriority
@@ -31,11 +32,11 @@ class Coming:
     tier: LowerTier
     run: PageRun[Any]
     arrival: Arrival
-    is_prefetch: bool
+    priority: ReadPriority
     part: StoredSegment | None = None
     """The segment in DRAM that it completes, which is held until the read ends; None if DRAM has none."""
 
-    def read(self) -> TailRead:
+    def read(self, failed: Callable[[TierReadError], None]) -> TailRead:
         """Copy the ends of blocks that DRAM has, if they are right, and make the read of the rest."""
         blocks, part = self.arrival.blocks, self.part
         num_held = [0] * len(blocks)
@@ -46,17 +47,7 @@ class Coming:
                 if block_checksum(copy, part.manifest.range_bytes) == checksum:
                     num_held[layer] = end.nbytes
         fronts = [block[: block.nbytes - num] for block, num in zip(blocks, num_held, strict=True)]
-        return TailRead(self.run, fronts, self.arrival.landed, self.fail, num_held)
-
-    def fail(self, error: TierReadError) -> None:
-        """The tier cannot read it."""
-        logger.info(
-            "a segment of %d tokens did not come from %s: %s",
-            self.run.segment.manifest.num_tokens,
-            self.tier.name,
-            error,
-        )
-        self.arrival.fail()
+        return TailRead(self.run, fronts, self.arrival.landed, failed, num_held)
 
 
 class Fetcher:
@@ -82,6 +73,8 @@ class Fetcher:
         self._counting = threading.Condition()
         # Those that have not ended, by the id of the segment that arrives.
         self._reads: dict[int, QueuedRead] = {}
+        # By the id of the segment whose place they take: until they are whole, that one is found.
+        self._completing: dict[int, Arrival] = {}
         # Of segments that are on their way because of a prefetch.
         self._prefetched_bytes = 0
         self.num_fetched = 0
@@ -93,59 +86,56 @@ class Fetcher:
         clear_mark: int,
         tail: SegmentTail | None = None,
         *,
-        is_prefetch: bool = False,
-        completes: int | None = None,
+        priority: ReadPriority = ReadPriority.LOAD,
     ) -> tuple[Lease, Coming | None]:
         """Make room for a part in DRAM, and turn the tier's hold of it into a lease on the segment there.
 
         It comes when the caller gives what this returns to ``start``; None if it is there, or on its way.
         ``clear_mark`` is the tiered lease's. ``tail``: what of the segment is read, None for all of it.
-        ``is_prefetch``: no load has asked yet. ``completes``: a leased segment in DRAM, of which ``tail`` has
-        no less; it is copied, and when the rest has come the new segment takes its place.
+        If DRAM has less of the segment, that is copied, and when the rest has come the new one takes its
+        place.
 
         Raises:
             NotAdmittedError: there is no room in DRAM, or too much on its way. The tier still holds the part.
         """
-        whole = part.run.segment.manifest
+        whole, is_prefetch = part.run.segment.manifest, priority != ReadPriority.LOAD
         manifest = whole if tail is None else whole.trimmed(*tail)
         # One at a time: of two that miss the same segment in DRAM, the second finds the first one's.
         with self._admission:
-            copy = self._lease_copy(part, manifest, clear_mark)
+            copy, less = self._lease_copy(part, manifest, clear_mark)
+            if less is not None:
+                manifest = whole if tail is None else whole.trimmed(*tail.with_held(less.header))
+                copy = self._join(less.segment_id, manifest, part.run)
             if copy is None:
                 prefetched_bytes = manifest.num_bytes if is_prefetch else 0
                 self._check_prefetched(prefetched_bytes)
                 arrival, lease = self._admit(part, manifest, clear_mark)
                 arrival.segment.is_prefetched = is_prefetch
                 self._count_prefetched(prefetched_bytes)
-                # If it has left the index, all of it is read.
-                held = None if completes is None else self._host.hold(completes)
-                arrival.segment.completes = held
-                return lease, Coming(part.tier, part.run, arrival, is_prefetch, held)
+                # If it has left the index meanwhile, all of it is read.
+                held = None if less is None else self._host.hold(less.segment_id)
+                if held is not None:
+                    with self._counting:
+                        self._completing[held.segment_id] = arrival
+                return lease, Coming(part.tier, part.run, arrival, priority, held)
         part.tier.release(part.run)
         if not is_prefetch:
             self.hurry(copy)
         return copy, None
 
     def start(self, coming: Sequence[Coming]) -> None:
-        """Read what was admitted: of each tier in one go, layer 0 of all segments before layer 1 of any.
-
-        What is prefetched is read segment by segment: a load that comes meanwhile waits for no more than one.
-        """
+        """Read what was admitted with one priority: of each tier in one go, layer 0 of all segments before
+        layer 1 of any."""
         for tier in dict.fromkeys(each.tier for each in coming):
-            loads = [each for each in coming if each.tier is tier and not each.is_prefetch]
-            if loads:
-                self._submit(tier, loads, ReadPriority.LOAD)
-            for each in coming:
-                if each.tier is tier and each.is_prefetch:
-                    self._submit(tier, [each], ReadPriority.PREFETCH)
+            self._submit(tier, [each for each in coming if each.tier is tier])
 
-    def _submit(self, tier: LowerTier, together: Sequence[Coming], priority: ReadPriority) -> None:
+    def _submit(self, tier: LowerTier, together: Sequence[Coming]) -> None:
         """Let a tier read some of its segments in one call; they fail if the store was closed."""
         try:
             with self._counting:
                 if self._is_closing.is_set():
                     raise StoreClosedError("the KV store was closed")
-                read = tier.reads.submit(partial(self._read, tier, together), priority)
+                read = tier.reads.submit(partial(self._read, tier, together), together[0].priority)
                 self._reads.update((each.arrival.segment.segment_id, read) for each in together)
         except StoreClosedError:
             for each in together:
@@ -165,15 +155,17 @@ class Fetcher:
         with self._counting:
             self._counting.wait_for(lambda: not self._reads)
 
-    def _lease_copy(self, part: LowerPart, manifest: SegmentManifest, clear_mark: int) -> Lease | None:
+    def _lease_copy(
+        self, part: LowerPart, manifest: SegmentManifest, clear_mark: int
+    ) -> tuple[Lease | None, SegmentSlice | None]:
         """A lease on a segment in DRAM with a part's pages, of which no layer holds less than ``manifest``
-        says; None if none is.
+        says. None if none is, and then one that has the same bytes, but less of them, if there is one.
 
         Somebody else may have fetched or stored it since the part was matched.
         """
         run, size = part.run, manifest.model.page_size
         if self._host.was_cleared(manifest.model, clear_mark):
-            return None
+            return None, None
         start_token = manifest.start_token + run.first_page * size
         lease = self._host.lease(
             manifest.model,
@@ -182,16 +174,28 @@ class Fetcher:
             start_token,
         )
         if lease is None:
-            return None
-        pairs = zip(lease.slices[0].header.layer_first_token, manifest.layer_first_token, strict=True)
-        if (
-            len(lease.slices) == 1
-            and lease.num_pages == part.num_pages
-            and all(first <= max(wanted, start_token) for first, wanted in pairs)
-        ):
-            return lease
+            return None, None
+        found = lease.slices[0]
+        pairs = zip(found.header.layer_first_token, manifest.layer_first_token, strict=True)
+        is_alike = len(lease.slices) == 1 and lease.num_pages == part.num_pages
+        if is_alike and all(first <= max(wanted, start_token) for first, wanted in pairs):
+            return lease, None
         self._host.release(lease)
-        return None
+        return None, found if is_alike and has_more(part.slices[0], found) else None
+
+    def _join(self, part_id: int, manifest: SegmentManifest, run: PageRun[Any]) -> Lease | None:
+        """A lease on what comes to complete a segment, if no layer of it has less than ``manifest`` says."""
+        with self._counting:
+            coming, wanted = self._completing.get(part_id), manifest.layer_first_token
+            if coming is None or any(map(gt, coming.segment.manifest.layer_first_token, wanted)):
+                return None
+            return self._host.lease_arrival(coming, run.first_page, run.end_page)
+
+    def _leave(self, coming: Coming) -> None:
+        """From here on nobody joins it: it may end."""
+        with self._counting:
+            if coming.part is not None and self._completing.get(coming.part.segment_id) is coming.arrival:
+                del self._completing[coming.part.segment_id]
 
     def _admit(self, part: LowerPart, manifest: SegmentManifest, clear_mark: int) -> tuple[Arrival, Lease]:
         """Make room for what ``manifest`` says of a part's segment, and lease the part's pages."""
@@ -216,7 +220,8 @@ class Fetcher:
             with self._counting:
                 queued = self._reads[together[0].arrival.segment.segment_id]
             if not self._is_closing.is_set():
-                tier.fetch([each.read() for each in together], lambda: queued.priority)
+                reads = [each.read(partial(self._fail, each)) for each in together]
+                tier.fetch(reads, lambda: queued.priority)
         except TierReadError as error:
             logger.info("%d segments did not come from %s: %s", len(together), tier.name, error)
         except Exception:
@@ -225,16 +230,24 @@ class Fetcher:
             for each in together:
                 self._end(each)
 
+    def _fail(self, coming: Coming, error: TierReadError) -> None:
+        """The tier cannot read it."""
+        num_tokens, tier = coming.run.segment.manifest.num_tokens, coming.tier.name
+        logger.info("a segment of %d tokens did not come from %s: %s", num_tokens, tier, error)
+        self._leave(coming)
+        coming.arrival.fail()
+
     def _end(self, coming: Coming) -> None:
         """End an arrival, and the tier's hold of its segment."""
         arrival, has_arrived = coming.arrival, False
+        self._leave(coming)
         try:
-            has_arrived = arrival.end()
+            has_arrived = arrival.end(coming.part)
         finally:
             coming.tier.release(coming.run)
             if coming.part is not None:
                 self._host.unhold(coming.part)
-            if coming.is_prefetch:
+            if coming.priority != ReadPriority.LOAD:
                 self._count_prefetched(-arrival.segment.manifest.num_bytes)
             self._count(has_arrived=has_arrived)
             with self._counting:

@@ -123,10 +123,16 @@ class KVStore(Protocol):
         """
 
     @abstractmethod
-    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
-        """Start to read into DRAM what ``lease`` would find in lower tiers.
+    def prefetch(
+        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None, *, is_rest: bool = False
+    ) -> Prefetched:
+        """Start to read into DRAM what ``fetch`` would, for a load that may come.
 
-        Stops where DRAM has no room, or where enough is on its way. Arguments as for ``lease``.
+        ``is_rest``: it comes after all that other prefetches read. Stops where DRAM has no room, or where
+        enough is on its way.
+
+        Raises:
+            KeyError: the lease is unknown or was released.
         """
 
     @abstractmethod

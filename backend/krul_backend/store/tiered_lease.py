@@ -74,11 +74,13 @@ class TieredLease:
 
     ``clear_mark`` is a mark of ``HostStore.clear_mark``, taken before any tier was asked. ``completions``, by
     the number of a slice: the copy in a lower tier that has more of it than DRAM, or what was made of both.
+    ``ahead``: what prefetches have brought, or will bring; the rest stays as if there had been none.
     """
 
     parts: list[Part]
     clear_mark: int
-    completions: dict[int, Part]
+    completions: dict[int, Part] = field(default_factory=dict)
+    ahead: list[Part] = field(default_factory=list)
     is_released: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -97,28 +99,37 @@ def fuller_copies(
     asked once for slices that follow each other.
     """
     size, copies = model.page_size, dict[int, LowerPart]()
+    others: list[LowerPart] = []
     bounds = [0, *accumulate(piece.end_page - piece.first_page for piece in slices)]
     parts = [number for number, piece in enumerate(slices) if _is_part(piece)]
 
     def keys_of(number: int) -> Sequence[str]:
         return page_keys[bounds[number] : bounds[number + 1]]
 
-    for tier in tiers:
-        wanted = [one for one in parts if one not in copies and not tier.find_missing(model, keys_of(one))]
-        # Numbers that follow each other grow like their places.
-        for _, places in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
-            numbers = [number for _, number in places]
-            at, end, first = bounds[numbers[0]], bounds[numbers[-1] + 1], slices[numbers[0]]
-            next_token = first.header.start_token + first.first_page * size
-            keys, tokens = page_keys[at:end], token_ids[at * size : end * size]
-            for run in tier.match(model, keys, tokens, next_token):
-                part = LowerPart(tier, run, host.next_id())
-                number = bounds.index(at) if at in bounds else None
-                if number is not None and _has_more(part.slices[0], slices[number]):
-                    copies[number] = part
-                else:
-                    tier.release(run)
-                at += run.num_pages
+    try:
+        for tier in tiers:
+            wanted = [
+                one for one in parts if one not in copies and not tier.find_missing(model, keys_of(one))
+            ]
+            # Numbers that follow each other grow like their places.
+            for _, places in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
+                numbers = [number for _, number in places]
+                at, end, first = bounds[numbers[0]], bounds[numbers[-1] + 1], slices[numbers[0]]
+                next_token = first.header.start_token + first.first_page * size
+                keys, tokens = page_keys[at:end], token_ids[at * size : end * size]
+                for run in tier.match(model, keys, tokens, next_token):
+                    part = LowerPart(tier, run, host.next_id())
+                    number = bounds.index(at) if at in bounds else None
+                    if number is not None and has_more(part.slices[0], slices[number]):
+                        copies[number] = part
+                    else:
+                        others.append(part)
+                    at += run.num_pages
+    except BaseException:
+        release_parts(host, [*copies.values()])
+        raise
+    finally:
+        release_parts(host, others)
     return copies
 
 
@@ -128,7 +139,7 @@ def _is_part(piece: SegmentSlice) -> bool:
     return piece.tier == DRAM_TIER and any(first > start_token for first in piece.header.layer_first_token)
 
 
-def _has_more(copy: SegmentSlice, piece: SegmentSlice) -> bool:
+def has_more(copy: SegmentSlice, piece: SegmentSlice) -> bool:
     """Return whether a lower tier's copy has the same bytes as the slice, and more before them."""
     whole, part = copy.header, piece.header
     alike = ("start_token", "num_tokens", "codec", "codec_params", "range_bytes")

@@ -7,12 +7,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from krul_backend.errors import NotAdmittedError, Refusal, StoreClosedError
+from krul_backend.errors import NotAdmittedError, Refusal, StoreClosedError, TierReadError
 from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.store.advice import Advisor
@@ -45,6 +45,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.read_queue import ReadPriority
 from krul_backend.tiers.dram import Arrival, HostStore
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,9 @@ class TieredStore(KVStore):
         self._tiers = tuple(tiers)
         self._fetcher = Fetcher(host, self._write_up)
         self._write_behind = WriteBehind(host, self._tiers)
-        self._advisor = Advisor(host, self._tiers, self.prefetch, self._write_behind.settle, time.monotonic)
+        self._advisor = Advisor(
+            host, self._tiers, self.prefetch_pages, self._write_behind.settle, time.monotonic
+        )
         self._lock = threading.Lock()
         self._leases: dict[int, TieredLease] = {}
         self._is_closed = False
@@ -159,64 +162,96 @@ class TieredStore(KVStore):
     def fetch(
         self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None
     ) -> tuple[SegmentSlice, ...]:
+        slices: list[SegmentSlice] = []
+        with self._locked(lease) as held:
+            self._bring(held, tails, ReadPriority.LOAD, slices)
+        return tuple(slices)
+
+    def prefetch(
+        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None, *, is_rest: bool = False
+    ) -> Prefetched:
+        with self._locked(lease) as held:
+            return self._bring_ahead(held, tails, ReadPriority.REST if is_rest else ReadPriority.PREFETCH)
+
+    def prefetch_pages(
+        self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds
+    ) -> Prefetched:
+        """Start to read into DRAM what ``lease`` would find in lower tiers, whole; arguments as for that."""
+        clear_mark, parts = self._match(model, page_keys, token_ids)
+        held = TieredLease(parts, clear_mark)
+        try:
+            return self._bring_ahead(held, None, ReadPriority.PREFETCH)
+        finally:
+            self._end_lease(held)
+
+    def _bring_ahead(
+        self, held: TieredLease, tails: Sequence[SegmentTail | None] | None, priority: ReadPriority
+    ) -> Prefetched:
+        slices: list[SegmentSlice] = []
+        refusal: Refusal | None = None
+        try:
+            self._bring(held, tails, priority, slices)
+        except TierReadError as error:
+            logger.debug("a prefetch ends: %s", error)
+            refusal = error.refusal if isinstance(error, NotAdmittedError) else None
+        arriving = (piece for piece in slices if piece.tier != DRAM_TIER)
+        return Prefetched(sum(piece.end_page - piece.first_page for piece in arriving), refusal)
+
+    def _bring(
+        self,
+        held: TieredLease,
+        tails: Sequence[SegmentTail | None] | None,
+        priority: ReadPriority,
+        slices: list[SegmentSlice],
+    ) -> None:
+        """Start to read what is wanted of a lease, and add its slices, with blocks. What a load does not wait
+        for stays held in its tier, too."""
+        coming: list[Coming] = []
+        is_load = priority == ReadPriority.LOAD
+        wanted = [None] * sum(len(part.slices) for part in held.parts) if tails is None else tails
+        self._write_behind.offer()
+        try:
+            for i, part in enumerate(held.parts):
+                if len(slices) >= len(wanted):
+                    break
+                if is_load and isinstance(part, Lease):
+                    self._fetcher.hurry(part)
+                for piece in part.slices if isinstance(part, LowerPart) else self._host.fetch(part):
+                    number = len(slices)
+                    if number >= len(wanted):
+                        break
+                    tail = wanted[number]
+                    copy = part if isinstance(part, LowerPart) else held.completions.get(number)
+                    if isinstance(copy, LowerPart) and not piece.holds(tail):
+                        if tail is not None and piece.tier == DRAM_TIER:
+                            tail = tail.with_held(piece.header)
+                        if not is_load:
+                            copy.tier.hold(copy.run)
+                            held.ahead.append(copy)
+                        # If a later part finds no room, those before it come to DRAM all the same.
+                        copy, read = self._fetcher.admit(copy, held.clear_mark, tail, priority=priority)
+                        coming += [] if read is None else [read]
+                        if not is_load:
+                            held.ahead[-1] = copy
+                        elif isinstance(part, LowerPart):
+                            held.parts[i] = copy
+                        else:
+                            held.completions[number] = copy
+                    slices += self._host.fetch(copy) if isinstance(copy, Lease) else (piece,)
+        finally:
+            self._fetcher.start(coming)
+
+    @contextmanager
+    def _locked(self, lease: Lease) -> Iterator[TieredLease]:
+        """Hold the lock of a lease. Raises KeyError if it is unknown or was released."""
         with self._lock:
             held = self._leases.get(lease.lease_id)
         if held is None:
             raise KeyError(f"lease {lease.lease_id} is unknown or was released")
-        slices: list[SegmentSlice] = []
-        coming: list[Coming] = []
-        wanted = [None] * len(lease.slices) if tails is None else list(tails)
-        self._write_behind.offer()
         with held.lock:
             if held.is_released:
                 raise KeyError(f"lease {lease.lease_id} was released")
-            try:
-                for i, part in enumerate(held.parts):
-                    if len(slices) >= len(wanted):
-                        break
-                    if isinstance(part, LowerPart):
-                        # If a later part finds no room, those before it come to DRAM all the same.
-                        tail = wanted[len(slices)]
-                        part, read = self._fetcher.admit(part, held.clear_mark, tail)
-                        held.parts[i] = part
-                        coming += [] if read is None else [read]
-                    else:
-                        self._fetcher.hurry(part)
-                    for piece in self._host.fetch(part):
-                        number = len(slices)
-                        tail = wanted[number] if number < len(wanted) else None
-                        copy = held.completions.get(number)
-                        if isinstance(copy, LowerPart) and tail is not None and not piece.holds(tail):
-                            tail = tail.with_held(piece.header)
-                            copy, read = self._fetcher.admit(
-                                copy, held.clear_mark, tail, completes=piece.segment_id
-                            )
-                            held.completions[number] = copy
-                            coming += [] if read is None else [read]
-                        slices += self._host.fetch(copy) if isinstance(copy, Lease) else (piece,)
-            finally:
-                self._fetcher.start(coming)
-        return tuple(slices[: len(wanted)])
-
-    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
-        refusal: Refusal | None = None
-        self._write_behind.offer()
-        clear_mark, parts = self._match(model, page_keys, token_ids)
-        coming: list[Coming] = []
-        try:
-            for i, part in enumerate(parts):
-                if isinstance(part, LowerPart):
-                    parts[i], read = self._fetcher.admit(part, clear_mark, is_prefetch=True)
-                    coming += [] if read is None else [read]
-        except NotAdmittedError as error:
-            refusal = error.refusal
-        finally:
-            self._fetcher.start(coming)
-            # Later pages of the conversation are of no use without those that were refused.
-            release_parts(self._host, parts)
-        leases = (part for part in parts if isinstance(part, Lease))
-        arriving = (piece for lease in leases for piece in lease.slices if piece.tier != DRAM_TIER)
-        return Prefetched(sum(piece.end_page - piece.first_page for piece in arriving), refusal)
+            yield held
 
     def release(self, lease: Lease) -> None:
         with self._lock:
@@ -228,7 +263,7 @@ class TieredStore(KVStore):
     def _end_lease(self, held: TieredLease) -> None:
         with held.lock:
             held.is_released = True
-            release_parts(self._host, [*held.parts, *held.completions.values()])
+            release_parts(self._host, [*held.parts, *held.completions.values(), *held.ahead])
 
     def _match(
         self,

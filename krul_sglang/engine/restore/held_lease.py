@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice
+from krul_backend.tiers.common.interface import (
+    CHECKSUM_BYTES,
+    DRAM_TIER,
+    Lease,
+    SegmentSlice,
+    SegmentTail,
+)
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 
 RENEW_INTERVAL_S = 0.05
@@ -32,7 +39,26 @@ class KeyRun:
 
 
 SegmentBytes = Mapping[Hashable, int]
-"""Bytes of segments, by the checksums of their blocks, which are the same in all tiers."""
+"""Bytes of segments, by something that is the same in all tiers, and for a part of one."""
+
+Tails = Sequence[SegmentTail | None]
+"""What is wanted of each slice of a lease, as for ``KVStore.fetch``."""
+
+
+class Ahead(NamedTuple):
+    """What is read for a request that waits: ``first`` of each slice, and when that is in DRAM, ``goal``."""
+
+    first: Tails
+    goal: Tails
+
+
+PlanAhead = Callable[["HeldLease"], Ahead]
+
+
+def whole_segments(held: HeldLease) -> Ahead:
+    """All of what lies below DRAM, at once."""
+    whole = (None,) * len(held.lease.slices)
+    return Ahead(whole, whole)
 
 
 @dataclass(frozen=True)
@@ -43,7 +69,7 @@ class HeldLease:
     often a prefetch from lower tiers was asked for, and the lease renewed; ``is_refused``: the last one was
     refused, or a part of it. ``num_arriving``: pages that were on their way to DRAM then. ``moved``: the run
     that is leased, if it is stored at another place than where the request has it; then keys and tokens are
-    those of the run.
+    those of the run. ``tails``: what a load is expected to want in DRAM; None if nobody has asked yet.
     """
 
     run: KeyRun
@@ -55,6 +81,14 @@ class HeldLease:
     is_refused: bool = False
     num_arriving: int = 0
     moved: MovedRun | None = None
+    tails: Tails | None = None
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Whether all that a load is expected to want is in DRAM."""
+        if self.tails is None:
+            return self.lease.is_all_in_dram
+        return all(map(SegmentSlice.holds, self.lease.slices, self.tails))
 
     @property
     def renew_at_s(self) -> float:
@@ -65,27 +99,31 @@ class HeldLease:
 
     @cached_property
     def segments(self) -> SegmentBytes:
-        """All leased segments."""
-        return _bytes_of(self.lease.slices)
+        """What the leased segments take in DRAM when all that is wanted is there."""
+        return self.in_dram | {_name(piece): num_bytes_of(piece, tail) for piece, tail in self._wanted}
 
     @cached_property
-    def in_dram(self) -> SegmentBytes:
-        """Those of ``segments`` that are in DRAM."""
-        return _bytes_of(piece for piece in self.lease.slices if piece.tier == DRAM_TIER)
+    def in_dram(self) -> dict[Hashable, int]:
+        """What is there now."""
+        slices = (piece for piece in self.lease.slices if piece.tier == DRAM_TIER)
+        return {_name(piece): num_bytes_of(piece, None) for piece in slices}
 
     @cached_property
     def pinned(self) -> SegmentBytes:
-        """Those of ``segments`` that are in DRAM, or on their way there: they cannot be evicted."""
-        pinned = []
+        """What is there, or on its way: it cannot be evicted."""
+        pinned = dict(self.in_dram)
         num_arriving = self.num_arriving
-        for piece in self.lease.slices:
-            if piece.tier != DRAM_TIER:
-                # The first ones of a prefix are fetched first.
-                if num_arriving <= 0:
-                    continue
+        for piece, tail in self._wanted:
+            # The first ones of a prefix are fetched first.
+            if not piece.holds(tail) and num_arriving > 0:
                 num_arriving -= piece.end_page - piece.first_page
-            pinned.append(piece)
-        return _bytes_of(pinned)
+                pinned[_name(piece)] = num_bytes_of(piece, tail)
+        return pinned
+
+    @cached_property
+    def _wanted(self) -> Sequence[tuple[SegmentSlice, SegmentTail | None]]:
+        tails = whole_segments(self).goal if self.tails is None else self.tails
+        return [*zip(self.lease.slices, tails, strict=False)]
 
     def num_pages(self, page_size: int) -> int:
         """How many of the request's pages can be restored."""
@@ -94,8 +132,17 @@ class HeldLease:
         return self.moved.num_pages(self.lease.num_pages, page_size)
 
 
-def _bytes_of(slices: Iterable[SegmentSlice]) -> SegmentBytes:
-    return {tuple(piece.checksums): sum(piece.header.layer_num_bytes) for piece in slices}
+def num_bytes_of(piece: SegmentSlice, tail: SegmentTail | None) -> int:
+    """Bytes that a slice takes in DRAM when it has ``tail``, or what there is of it."""
+    if tail is not None and piece.tier == DRAM_TIER:
+        tail = tail.with_held(piece.header)
+    return sum(piece.header.layer_num_bytes if tail is None else tail.layer_num_bytes)
+
+
+def _name(piece: SegmentSlice) -> Hashable:
+    """Names its segment: what is stored of a segment always has the end of its last block."""
+    last = next((checksum for checksum in reversed(piece.checksums) if checksum), b"")
+    return piece.header.start_token, piece.header.num_tokens, last[-CHECKSUM_BYTES:]
 
 
 @dataclass(frozen=True)

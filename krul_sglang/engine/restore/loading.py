@@ -341,7 +341,7 @@ class LayerWiseLoader:
     def _begin(self, load: Load) -> None:
         """Make a load's readers ready; what is in a lower tier is on its way from here on."""
         load.begin()
-        if not load.lease.is_in_dram or any(reader.source.lower for reader in load.readers):
+        if not load.lease.is_all_in_dram:
             # Fewer may be loaded than were leased: ranks agree on the shortest prefix.
             fetched = self._store.fetch(load.lease, [reader.tail() for reader in load.readers])
             for reader, source in zip(load.readers, fetched, strict=True):

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.errors import CodecError
-from krul_backend.tiers.common.interface import DamageReason
+from krul_backend.planner import RestorePlan
+from krul_backend.tiers.common.interface import DRAM_TIER, DamageReason, Lease, SegmentSlice, SegmentTail
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS
-from krul_sglang.engine.restore.held_lease import HeldLease
+from krul_sglang.engine.restore.held_lease import Ahead, HeldLease, PlanAhead, Tails, whole_segments
 from krul_sglang.engine.restore.load_batch import Load, MovedKeys
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
 from krul_sglang.engine.restore.restore_trace import TraceLog
-from krul_sglang.engine.restore.segment_reader import SegmentReader
+from krul_sglang.engine.restore.returning_request import Prompt
+from krul_sglang.engine.restore.segment_reader import SegmentReader, open_segments
 
 logger = logging.getLogger(__name__)
+
+LEAST_SAVED_SHARE = 0.05
+"""What a waiting request could do without is read only if it returns sooner by at least this share."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,12 @@ class RestorePath:
         *,
         device_tokens: int,
         new_tokens: int,
+        make_room: Callable[[Lease, Tails], bool] = lambda lease, tails: True,
     ) -> Load | None:
         """Plan how to fill ``slots`` (int64 ``[T]``) with the leased pages from ``first_key`` on.
 
-        ``device_tokens`` before them are in the pool, and ``new_tokens`` follow them.
+        ``device_tokens`` before them are in the pool, and ``new_tokens`` follow them. ``make_room`` is told
+        what is wanted of the lease: see ``ReturningRequests``.
 
         Returns None if computing them is faster, or if they cannot be read: then the caller keeps the lease,
         and ``planning.declined`` says why.
@@ -84,13 +92,11 @@ class RestorePath:
         self.planning.declined = "changed"
         if held.run.first_key != first_key or len(slots) > held.num_pages(self.page_size) * self.page_size:
             return None
-        run, moved = held.moved, None
-        num_tokens, shift, load_from = len(slots), 0, None
-        if run is not None:
+        moved = None
+        if held.moved is not None:
             assert self.rotary is not None
-            moved = MovedKeys(self.rotary, run.shift)
-            num_tokens, shift = device_tokens + len(slots) - run.start, run.shift
-            load_from = run.start + RECOMPUTED_TOKENS
+            moved = MovedKeys(self.rotary, held.moved.shift)
+        num_tokens, shift, load_from = _place_of(held, device_tokens, len(slots))
         readers: list[SegmentReader] | None = None
         declined = "unplannable"
         try:
@@ -105,6 +111,7 @@ class RestorePath:
             device_tokens=device_tokens,
             new_tokens=new_tokens,
             load_from=load_from,
+            has_room=lambda plan: readers is None or make_room(held.lease, _tails_of(readers, plan)),
         )
         if readers is None:
             for segment_id in self.planning.find_undecodable(held.lease):
@@ -114,6 +121,40 @@ class RestorePath:
         if planned is None or readers is None:
             return None
         return Load(held.lease, readers, slots, device_tokens, planned.plan, planned.forecast, moved, held)
+
+    def plan_ahead(self, prompt: Prompt) -> PlanAhead:
+        """Returns what tells which parts of a lease will be wanted by the load of a request that waits."""
+        self.planning.ask_tiers()
+        return partial(self._ahead_of, prompt)
+
+    def _ahead_of(self, prompt: Prompt, held: HeldLease) -> Ahead:
+        """First what lies below DRAM and is wanted by a plan that reads it from there; then what a plan wants
+        for which all is in DRAM, if that is worth the reading. Whole segments if there is no plan.
+
+        Any thread may call it.
+        """
+        if held.lease.is_all_in_dram:
+            return Ahead((), ())
+        num_slots = held.num_pages(self.page_size) * self.page_size
+        num_tokens, shift, load_from = _place_of(held, prompt.device_tokens, num_slots)
+        new_tokens = prompt.num_tokens - prompt.device_tokens - num_slots
+        try:
+            readers = open_segments(held.lease, self.planning.codec, num_tokens, shift)
+        except CodecError:
+            readers = []
+        near = [reader.seen_as(_in_dram(reader.source)) for reader in readers]
+        now, best = (
+            self.planning.plan_alone(each, prompt.device_tokens, new_tokens, load_from) if each else None
+            for each in (readers, near)
+        )
+        if now is None or best is None:
+            return whole_segments(held)
+        goal = _tails_of(near, best) if best.end_s < (1 - LEAST_SAVED_SHARE) * now.end_s else []
+        if now.is_recompute:
+            return Ahead(goal, goal)
+        tails = zip(readers, _tails_of(readers, now), strict=True)
+        first = [None if reader.source.tier == DRAM_TIER else tail for reader, tail in tails]
+        return Ahead(first, goal or first)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``/server_info``."""
@@ -126,3 +167,24 @@ class RestorePath:
             "costs": asdict(self.planning.costs.current()),
             "proof": None if self.proof is None else asdict(self.proof),
         }
+
+
+def _place_of(held: HeldLease, device_tokens: int, num_slots: int) -> tuple[int, int, int | None]:
+    """How many tokens of a lease are wanted for so many slots, how far they have moved, and the token before
+    which all of them are computed (None: there is none)."""
+    run = held.moved
+    if run is None:
+        return num_slots, 0, None
+    return device_tokens + num_slots - run.start, run.shift, run.start + RECOMPUTED_TOKENS
+
+
+def _tails_of(readers: Sequence[SegmentReader], plan: RestorePlan) -> list[SegmentTail]:
+    for reader in readers:
+        reader.begin(plan.head_ends, reader.slots)
+    return [reader.tail() for reader in readers]
+
+
+def _in_dram(piece: SegmentSlice) -> SegmentSlice:
+    """The slice as it would be if DRAM had all that any tier has of it."""
+    header = replace(piece.header, layer_first_token=piece.loadable_from)
+    return replace(piece, tier=DRAM_TIER, header=header, lower=None)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import orjson
@@ -94,8 +95,9 @@ class PlanCounters:
     ``head_tokens`` of the first layer and ``prefix_tokens`` of all planned loads, which should take
     ``saved_s`` less than computing these prefixes. ``undecodable`` segments were leased and reported, since
     nothing here can decode them. ``out_of_memory``: how often there was no memory to open or plan a load,
-    which was refused then. ``moved_loads`` brought back ``moved_tokens`` at other positions, or after other
-    text, than those that they were computed with.
+    which was refused then. ``without_room``: plans that did without what DRAM had no room to complete.
+    ``moved_loads`` brought back ``moved_tokens`` at other positions, or after other text, than those that
+    they were computed with.
     """
 
     loads: int = 0
@@ -105,6 +107,7 @@ class PlanCounters:
     saved_s: float = 0.0
     undecodable: int = 0
     out_of_memory: int = 0
+    without_room: int = 0
     moved_loads: int = 0
     moved_tokens: int = 0
 
@@ -137,7 +140,7 @@ class RestorePlanning:
         self.costs = costs
         self._planner = planner
         self._decode_costs = decode_costs
-        self._codec = codec
+        self.codec = codec
         self._agreement = agreement
         self._page_size = page_size
         self._max_head_tokens = max_head_tokens
@@ -151,7 +154,7 @@ class RestorePlanning:
 
     def open(self, lease: Lease, num_tokens: int, shift: int = 0) -> list[SegmentReader] | None:
         """See ``open_segments``; None without memory for it."""
-        return self._unless_out_of_memory(lambda: open_segments(lease, self._codec, num_tokens, shift))
+        return self._unless_out_of_memory(lambda: open_segments(lease, self.codec, num_tokens, shift))
 
     def find_undecodable(self, lease: Lease) -> list[int]:
         """Ids of the leased segments that the codec cannot open; without those whose bases may come."""
@@ -159,7 +162,7 @@ class RestorePlanning:
         for source in lease.slices:
             header = source.header
             try:
-                self._codec.open(
+                self.codec.open(
                     header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
                 )
             except AwaitedBasesError:
@@ -176,37 +179,32 @@ class RestorePlanning:
         device_tokens: int,
         new_tokens: int,
         load_from: int | None = None,
+        has_room: Callable[[RestorePlan], bool] = lambda plan: True,
     ) -> PlannedRestore | None:
         """A plan for the leased tokens after ``device_tokens``; None when computing them is better.
 
         ``new_tokens`` follow the prefix in the request's own forward. ``readers`` are None on a rank that
         cannot read what it leased: then no rank loads it. If they read a moved run, what is before token
-        ``load_from`` is computed in every layer.
+        ``load_from`` is computed in every layer. If on any rank there is no room in DRAM to complete what
+        it has in part, as a plan wants (``has_room``), another one does without.
         """
-        runs = None if readers is None else self._unless_out_of_memory(lambda: self._runs(readers))
-        if runs is not None and load_from is not None:
-            runs = _of_moved(runs, device_tokens, load_from, self._page_size)
-        shift = readers[0].shift if readers else 0
-        runs = self._agreed_bounds(runs, (-1.0, 0.0) if load_from is None else (load_from, shift))
-        if runs is None or readers is None:
+        request = device_tokens, new_tokens, load_from
+        found = self._agreed(readers, *request)
+        if (
+            found is not None
+            and readers is not None
+            and not found[1].is_recompute
+            and not self._agreement.holds_on_all(has_room(found[1]))
+        ):
+            self.counters.without_room += 1
+            alone = [reader.seen_as(replace(reader.source, lower=None)) for reader in readers]
+            found = self._agreed(alone, *request)
+        if found is None:
             self.counters.refused += 1
             self.declined = "unplannable"
             return None
-        total_tokens = readers[-1].end_token
-        problem = RestoreProblem(
-            num_layers=self._codec.num_layers,
-            page_size=self._page_size,
-            device_tokens=device_tokens,
-            total_tokens=total_tokens,
-            new_tokens=max(1, min(new_tokens, self._max_new_tokens)),
-            runs=runs,
-            costs=self.costs.current(),
-            max_head_tokens=max(0, self._max_head_tokens - self._batch_head_tokens),
-            compute_delay_s=self._batch_compute_s,
-            load_delay_s=self._batch_load_s,
-        )
-        plan = self._unless_out_of_memory(lambda: self._planner.plan(problem))
-        plan = self._agreed_plan(RestorePlan.recompute(problem) if plan is None else plan)
+        problem, plan = found
+        total_tokens = problem.total_tokens
         if plan.is_recompute:
             self.counters.refused += 1
             self.declined = "sooner"
@@ -229,6 +227,16 @@ class RestorePlanning:
         forecast = Forecast(head_s, load_s, recompute_s, decode_s, problem.costs.overhead_s)
         return PlannedRestore(plan, forecast)
 
+    def plan_alone(
+        self, readers: Sequence[SegmentReader], device_tokens: int, new_tokens: int, load_from: int | None
+    ) -> RestorePlan | None:
+        """The plan that this rank would make for a request if nothing else ran; see ``plan``. None if what a
+        tier costs is not known. Changes nothing, and may be called in any thread."""
+        runs = self._plannable(readers, device_tokens, load_from)
+        if runs is None:
+            return None
+        return self._planner.plan(self._problem(runs, readers[-1].end_token, device_tokens, new_tokens))
+
     def start_batch(self) -> None:
         """Begin another batch: what was planned so far runs now."""
         self._batch_head_tokens = 0
@@ -246,17 +254,60 @@ class RestorePlanning:
             logger.log(level, "krul: out of memory while planning a load; the engine computes it: %s", error)
             return None
 
-    def _runs(self, readers: Sequence[SegmentReader]) -> tuple[StoredRun, ...] | None:
+    def _agreed(
+        self,
+        readers: Sequence[SegmentReader] | None,
+        device_tokens: int,
+        new_tokens: int,
+        load_from: int | None,
+    ) -> tuple[RestoreProblem, RestorePlan] | None:
+        """The plan of all ranks after what the batch has so far; None if one of them cannot plan."""
+        runs: tuple[StoredRun, ...] | None = None
+        if readers is not None:
+            if any(reader.source.tier != DRAM_TIER or reader.source.lower for reader in readers):
+                self.ask_tiers()
+            runs = self._unless_out_of_memory(partial(self._plannable, readers, device_tokens, load_from))
+        shift = readers[0].shift if readers else 0
+        runs = self._agreed_bounds(runs, (-1.0, 0.0) if load_from is None else (load_from, shift))
+        if runs is None or readers is None:
+            return None
+        problem = replace(
+            self._problem(runs, readers[-1].end_token, device_tokens, new_tokens),
+            max_head_tokens=max(0, self._max_head_tokens - self._batch_head_tokens),
+            compute_delay_s=self._batch_compute_s,
+            load_delay_s=self._batch_load_s,
+        )
+        plan = self._unless_out_of_memory(lambda: self._planner.plan(problem))
+        return problem, self._agreed_plan(RestorePlan.recompute(problem) if plan is None else plan)
+
+    def _problem(
+        self, runs: tuple[StoredRun, ...], total_tokens: int, device_tokens: int, new_tokens: int
+    ) -> RestoreProblem:
+        """That of a request alone."""
+        return RestoreProblem(
+            num_layers=self.codec.num_layers,
+            page_size=self._page_size,
+            device_tokens=device_tokens,
+            total_tokens=total_tokens,
+            new_tokens=max(1, min(new_tokens, self._max_new_tokens)),
+            runs=runs,
+            costs=self.costs.current(),
+            max_head_tokens=self._max_head_tokens,
+        )
+
+    def _plannable(
+        self, readers: Sequence[SegmentReader], device_tokens: int, load_from: int | None
+    ) -> tuple[StoredRun, ...] | None:
         """The segments as the planner sees them; None if the cost of reading one's tier is not known."""
         tiers = {reader.source.tier for reader in readers}
-        if tiers != {DRAM_TIER} or any(reader.source.lower for reader in readers):
-            self._ask_tiers()
         if not tiers <= self._known_tiers:
             return None
         decode_costs = self._decode_costs.of(is_serial=tiers <= {*self.costs.current().serial_tiers})
-        return tuple(self._run(reader, decode_costs) for reader in readers)
+        runs = tuple(self._run(reader, decode_costs) for reader in readers)
+        return runs if load_from is None else _of_moved(runs, device_tokens, load_from, self._page_size)
 
-    def _ask_tiers(self) -> None:
+    def ask_tiers(self) -> None:
+        """Have the costs of the tiers below DRAM known, and no older than some seconds."""
         now_s = time.monotonic()
         if now_s < self._tiers_asked_s + _TIER_COSTS_AGE_S:
             return
@@ -303,7 +354,7 @@ class RestorePlanning:
         if self._agreement.num_ranks == 1:
             return runs
         mine = None if runs is None else torch.tensor([*_loadable_from(runs), *moved], dtype=torch.float64)
-        of_ranks = self._agreement.gather(mine, (self._codec.num_layers + 2,))
+        of_ranks = self._agreement.gather(mine, (self.codec.num_layers + 2,))
         if of_ranks is None or runs is None or any(of_rank[-2:].tolist() != [*moved] for of_rank in of_ranks):
             return None
         latest = torch.stack(of_ranks)[:, :-2].amax(0).long().tolist()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import Prefetched
+from krul_backend.tiers.common.interface import DRAM_TIER, Lease, Prefetched, SegmentSlice
 from krul_sglang.engine.common.asking import AskingThread, Question
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore.held_lease import (
@@ -19,7 +19,11 @@ from krul_sglang.engine.restore.held_lease import (
     HeldLease,
     KeyRun,
     LeaseFinder,
+    PlanAhead,
     SegmentBytes,
+    Tails,
+    num_bytes_of,
+    whole_segments,
 )
 from krul_sglang.engine.restore.load_batch import Load
 from krul_sglang.engine.restore.returning_request import Prompt, Renewed, ReturningRequest, State
@@ -42,7 +46,7 @@ class _Room:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._segments: set[Hashable] = set()
+        self._segments: dict[Hashable, int] = {}
 
     def fits(self, segments: SegmentBytes) -> bool:
         more = self._more(segments)
@@ -50,10 +54,11 @@ class _Room:
 
     def add(self, segments: SegmentBytes) -> None:
         self._num_bytes += self._more(segments)
-        self._segments.update(segments)
+        for key, num_bytes in segments.items():
+            self._segments[key] = max(num_bytes, self._segments.get(key, 0))
 
     def _more(self, segments: SegmentBytes) -> int:
-        return sum(num_bytes for key, num_bytes in segments.items() if key not in self._segments)
+        return sum(max(0, num_bytes - self._segments.get(key, 0)) for key, num_bytes in segments.items())
 
 
 class _RenewalRound:
@@ -69,8 +74,8 @@ class ReturningRequests:
     the first one, by ``asking``, whose patience says how long a round waits for the answer. A late answer is
     a miss for this round, and is used in a later one if the request still waits. If the store had nothing,
     it is asked again after ``RETRY_MISS_S``. At the end of a round (``looking_ahead``), what those that still
-    wait hold below DRAM is prefetched in the order of the queue, and their leases are renewed until all of it
-    is in DRAM, so that the load is planned for DRAM. No round waits for that.
+    wait will want from below DRAM is prefetched in the order of the queue, and their leases are renewed until
+    all of it is in DRAM, so that the load is planned for DRAM. No round waits for that.
 
     What is held in DRAM cannot be evicted. So requests that wait pin at most ``max_ahead_bytes`` there, or
     the first of them what it needs; a segment that several share counts once. Behind the first that does not
@@ -81,6 +86,7 @@ class ReturningRequests:
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
     ``reasons`` are told what was found, and find out why it was not more when nothing else is asked.
+    ``plan_ahead(prompt)`` is called in the scheduler's thread; what it returns, in the one that asks.
     """
 
     def __init__(
@@ -93,8 +99,10 @@ class ReturningRequests:
         max_ahead_bytes: int = sys.maxsize,
         max_head_tokens: int = sys.maxsize,
         reasons: Reasons | None = None,
+        plan_ahead: Callable[[Prompt], PlanAhead] = lambda prompt: whole_segments,
     ) -> None:
         self._reasons = reasons
+        self._plan_ahead = plan_ahead
         self._max_head_tokens = max_head_tokens
         self._max_ahead_bytes = max_ahead_bytes
         self._store = store
@@ -102,8 +110,8 @@ class ReturningRequests:
         self._asking = asking
         self._clock = clock
         self._requests: dict[str, ReturningRequest] = {}
-        # Loads that room may still have to be made for, when the answer comes.
-        self._prefetches: list[tuple[HeldLease, Question[Prefetched]]] = []
+        # Bytes that room may still have to be made for, when the answer comes.
+        self._prefetches: list[tuple[int, Question[Prefetched]]] = []
         # Ids of requests that waited in the last round, the next one first.
         self._queue: tuple[str, ...] = ()
         # Whether leases came or went since the last round, and when there is something to do even if not.
@@ -185,7 +193,7 @@ class ReturningRequests:
             self._use_renewal(request, request.renewal)
         renewal, request.renewal = request.renewal, None
         held = self._pop(request)
-        if held is None or held.lease.is_in_dram:
+        if held is None or held.is_here:
             self._drop(renewal)
             return held
         # What has arrived since the store was asked is planned for as what is in DRAM.
@@ -198,17 +206,22 @@ class ReturningRequests:
             return held
         return self._renewed(held, renewal.answer(None))
 
-    def make_room(self, held: HeldLease) -> None:
-        """Begin to read what a load will need from below DRAM. If there is no room for it, those that wait
-        lose as much, the last ones first."""
-        if held.lease.is_in_dram or not any(request.held for request in self._requests.values()):
-            return
-        identity, page_keys, token_ids = self._model.identity, held.page_keys, held.token_ids
-        prefetch = self._asking.ask(lambda: self._store.prefetch(identity, page_keys, token_ids()))
+    def make_room(self, lease: Lease, tails: Tails) -> bool:
+        """Begin to read what a load will want from below DRAM. If there is no room for it, those that wait
+        lose as much, the last ones first.
+
+        False if they had not as much, and the load wants more of a segment than the part that DRAM has.
+        """
+        wanted = [each for each in zip(lease.slices, tails, strict=False) if not SegmentSlice.holds(*each)]
+        completes = any(piece.tier == DRAM_TIER for piece, _ in wanted)
+        if not wanted or not (completes or any(request.held for request in self._requests.values())):
+            return True
+        missing = sum(num_bytes_of(piece, tail) for piece, tail in wanted)
+        prefetch = self._asking.ask(lambda: self._store.prefetch(lease, tails))
         if prefetch.wait(self._asking.patience):
-            self._give_room(held, prefetch)
-        else:
-            self._prefetches.append((held, prefetch))
+            return self._give_room(missing, prefetch) or not completes
+        self._prefetches.append((missing, prefetch))
+        return True
 
     def queue_load(self, rid: str, load: Load) -> None:
         """Have the load of a request start with the next batch. The load owns its lease."""
@@ -318,11 +331,11 @@ class ReturningRequests:
             if request.renewal is not None and request.renewal.is_answered:
                 self._use_renewal(request, request.renewal)
         prefetches, self._prefetches = self._prefetches, []
-        for held, prefetch in prefetches:
+        for missing, prefetch in prefetches:
             if prefetch.is_answered:
-                self._give_room(held, prefetch)
+                self._give_room(missing, prefetch)
             else:
-                self._prefetches.append((held, prefetch))
+                self._prefetches.append((missing, prefetch))
 
     def _end_unclaimed(self, now_s: float, queue: Sequence[str]) -> None:
         """Give leases back that nobody has asked for since they were unclaimed, and forget requests of which
@@ -384,7 +397,7 @@ class ReturningRequests:
             assert held is not None
             # Those behind the first that does not fit do not take the room that it waits for.
             has_room = has_room and room.fits(held.segments)
-            if has_room and not held.lease.is_in_dram:
+            if has_room and not held.is_here:
                 if may_prefetch and request.renewal is None and now_s >= held.renew_at_s:
                     held = self._renew(request, held, renewals)
                     num_pages += len(held.page_keys)
@@ -401,21 +414,33 @@ class ReturningRequests:
         self._has_changed, self._settle_at_s = False, settle_at_s
 
     def _renew(self, request: ReturningRequest, held: HeldLease, renewals: _RenewalRound) -> HeldLease:
-        """Have what lies below DRAM prefetched, and ask for a lease of it where it is going to be.
+        """Ask for a lease of what lies where it is now, and have what is wanted from below DRAM prefetched.
 
         Returns the lease that the request has then.
         """
-        identity = self._model.identity
+        identity, plan_ahead = self._model.identity, self._plan_ahead(request.prompt)
 
         def renew() -> Renewed | None:
             """None: one before it was refused."""
             if renewals.is_refused:
                 return None
-            token_ids = held.token_ids()
-            # Also if it was asked for before: not all may have come. What is on its way stays so.
-            prefetched = self._store.prefetch(identity, held.page_keys, token_ids)
+            lease = self._store.lease(identity, held.page_keys, held.token_ids())
+            try:
+                is_less = lease is None or lease.num_pages < held.lease.num_pages
+                best = held if lease is None or is_less else replace(held, lease=lease)
+                first, goal = plan_ahead(best)
+                is_rest = all(map(SegmentSlice.holds, best.lease.slices, first))
+                # Also if it was asked for before: not all may have come. What is on its way stays so.
+                prefetched = self._store.prefetch(best.lease, goal if is_rest else first, is_rest=is_rest)
+                if is_rest and prefetched.refusal is not None:
+                    # Its load does without, and holds nobody up.
+                    goal, prefetched = first, replace(prefetched, refusal=None)
+            except BaseException:
+                if lease is not None:
+                    self._store.release(lease)
+                raise
             renewals.is_refused = prefetched.is_deferred
-            return Renewed(self._store.lease(identity, held.page_keys, token_ids), prefetched)
+            return Renewed(lease, prefetched, goal)
 
         renewal = request.renewal = self._asking.ask(renew, is_urgent=False)
         if renewal.is_answered:
@@ -456,14 +481,16 @@ class ReturningRequests:
             lease, unused = held.lease, lease
         if unused is not None:
             self._store.release(unused)
-        return replace(held, lease=lease, asked_s=self._clock())
+        tails = None if renewed is None else renewed.tails
+        return replace(held, lease=lease, tails=tails, asked_s=self._clock())
 
-    def _give_room(self, held: HeldLease, prefetch: Question[Prefetched]) -> None:
-        """End leases of those that wait, the last ones first, if a load was refused the room it needs."""
+    def _give_room(self, missing: int, prefetch: Question[Prefetched]) -> bool:
+        """End leases of those that wait, the last ones first, if a load was refused the ``missing`` bytes
+        that it needs; False if these are not as much."""
         # If enough is being prefetched, DRAM may be full as well. A load does not wait for that.
-        if not prefetch.answer(Prefetched()).is_deferred:
-            return
-        missing = sum(held.segments.values()) - sum(held.in_dram.values())
+        prefetched = prefetch.answer(Prefetched())
+        if not prefetched.is_deferred:
+            return prefetched.refusal is None
         waiting = self._in_order()
         pins = Counter(key for request in waiting if request.held for key in request.held.pinned)
         for request in reversed(waiting):
@@ -477,6 +504,7 @@ class ReturningRequests:
             missing -= sum(num_bytes for key, num_bytes in of_last.in_dram.items() if not pins[key])
             if of_last.in_dram:
                 self._give_back(request)
+        return missing <= 0 or prefetched.refusal == "too much at once"
 
     def _asked_again(self, held: HeldLease) -> HeldLease:
         """With what has arrived in DRAM since, if the answer comes in time."""

@@ -58,6 +58,10 @@ class SegmentReader:
     def end_token(self) -> int:
         return self.first_token + self.num_tokens
 
+    def seen_as(self, source: SegmentSlice) -> SegmentReader:
+        """A reader of the same tokens of the same segment, of which other parts are said to be here."""
+        return SegmentReader(source, self.decoder, self.num_tokens, self.shift)
+
     def begin(self, head_ends: Sequence[int], slots: torch.Tensor) -> None:
         """Say what is read, and where it goes."""
         self.slots = slots

@@ -249,12 +249,7 @@ class DaemonStore(KVStore):
         try:
             if connection is not self._link.current():
                 raise SessionEndedError("the krul daemon that gave the lease is gone, or does not answer")
-            wanted = (
-                None
-                if tails is None
-                else tuple(None if tail is None else TailFields(*tail) for tail in tails)
-            )
-            request = FetchRequest(lease_id=lease.lease_id, tails=wanted)
+            request = FetchRequest(lease_id=lease.lease_id, tails=_fields_of(tails))
             fetched = self._ask(connection, request, timeout_s=SLOW_TIMEOUT_S)
             slices = with_views(fetched, connection.arena)
             if any(len(part.blocks) != len(part.checksums) for part in slices):
@@ -264,11 +259,16 @@ class DaemonStore(KVStore):
             self._link.note_failure(connection, "fetch", error)
             raise TierReadError(f"nothing was fetched: {error}") from error
 
-    def prefetch(self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds) -> Prefetched:
-        keys = tuple(page_keys)
-        token_ids = checked_token_ids(token_ids, len(keys), model.page_size)
-        request = PrefetchRequest(fingerprint=model.fingerprint, page_keys=keys)
-        return self._try(request, model, token_ids=token_ids) or Prefetched()
+    def prefetch(
+        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None, *, is_rest: bool = False
+    ) -> Prefetched:
+        with self._lock:
+            self._check_open()
+            connection = self._leases[lease.lease_id]
+        if connection is not self._link.current():
+            return Prefetched()
+        request = PrefetchRequest(lease_id=lease.lease_id, tails=_fields_of(tails), is_rest=is_rest)
+        return self._try(request) or Prefetched()
 
     def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
         request = ReportDamageRequest(segment_id=segment_id, reason=reason)
@@ -407,3 +407,8 @@ class DaemonStore(KVStore):
         for block in reservation.blocks:
             block.flags.writeable = False
         return connection
+
+
+def _fields_of(tails: Sequence[SegmentTail | None] | None) -> tuple[TailFields | None, ...] | None:
+    """Tails as they travel."""
+    return None if tails is None else tuple(None if tail is None else TailFields(*tail) for tail in tails)

@@ -32,7 +32,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_FRAME_BYTES = 64 << 20
 MAX_PAGES = 1_000_000
 MAX_LAYERS = 1024
@@ -187,14 +187,22 @@ class TailFields(Struct, frozen=True, array_like=True):
     layer_num_bytes: _LayerBytes
 
 
-class FetchRequest(Request[tuple[SegmentSlice, ...]], frozen=True, kw_only=True, tag="fetch"):
-    """Asks for the lease's slices, with spans: one for each of ``tails``, None for all of a segment.
+class _TailsRequest(Request[R], Generic[R], frozen=True, kw_only=True):
+    """A request about slices of a lease: one for each of ``tails``, None for all of a segment.
 
-    Without ``tails`` all slices come whole.
+    Without ``tails`` it is about all slices, whole.
     """
 
     lease_id: _Id
     tails: Annotated[tuple[TailFields | None, ...], Meta(max_length=MAX_PAGES)] | None = None
+
+
+class FetchRequest(_TailsRequest[tuple[SegmentSlice, ...]], frozen=True, kw_only=True, tag="fetch"):
+    """Asks for slices, with spans."""
+
+
+class PrefetchRequest(_TailsRequest[Prefetched], frozen=True, kw_only=True, tag="prefetch"):
+    is_rest: bool = False
 
 
 class ReleaseRequest(Request[None], frozen=True, kw_only=True, tag="release"):
@@ -294,10 +302,6 @@ class TrimRequest(Request[int], frozen=True, kw_only=True, tag="trim"):
     segment_id: _Id
     layer_first_token: _LayerTokens
     layer_num_bytes: _LayerBytes
-
-
-class PrefetchRequest(_PagesRequest[Prefetched], frozen=True, kw_only=True, tag="prefetch"):
-    has_token_ids: ClassVar[bool] = True
 
 
 class AdviseRequest(Request[int], frozen=True, kw_only=True, tag="advise"):

@@ -149,33 +149,48 @@ class SessionHandlers:
             done.set_exception(error)
         return finish(done)
 
-    def _prefetch(
-        self, session: Session, request: PrefetchRequest, token_ids: TokenIds
-    ) -> Deferred[Prefetched]:
-        model = _model_of(session, request.fingerprint)
-        return Deferred(lambda: self._store.prefetch(model, request.page_keys, token_ids))
+    def _prefetch(self, session: Session, request: PrefetchRequest) -> Deferred[Prefetched]:
+        tails, is_rest = _tails_of(request), request.is_rest
+        return self._using(
+            session, request, lambda lease: self._store.prefetch(lease, tails, is_rest=is_rest)
+        )
 
-    def _fetch(self, session: Session, request: FetchRequest) -> Deferred[tuple[SegmentSlice, ...]]:
-        lease_id, fetching = request.lease_id, session.fetching
+    def _fetch(self, session: Session, request: FetchRequest) -> Deferred[list[SegmentSlice]]:
+        tails = _tails_of(request)
+        return self._using(
+            session, request, lambda lease: _without_views(self._store.fetch(lease, tails)), Lane.ROOM
+        )
+
+    def _using(
+        self,
+        session: Session,
+        request: FetchRequest | PrefetchRequest,
+        call: Callable[[Lease], T],
+        lane: Lane = Lane.SHORT,
+    ) -> Deferred[T]:
+        """Have another thread call something with a lease, which is not released before that has ended.
+
+        Raises:
+            KeyError: there is no such lease.
+        """
+        lease_id, in_use = request.lease_id, session.in_use
         lease = session.leases.granted.get(lease_id)
         if lease is None:
             raise KeyError(f"lease {lease_id} is unknown or was released")
-        if lease_id in fetching:
-            raise ValueError(f"lease {lease_id} is being fetched")
-        fetching.add(lease_id)
+        in_use[lease_id] += 1
 
-        def finish(future: Future[tuple[SegmentSlice, ...]]) -> list[SegmentSlice]:
-            fetching.discard(lease_id)
+        def finish(future: Future[T]) -> T:
+            in_use[lease_id] -= 1
+            if not in_use[lease_id]:
+                del in_use[lease_id]
             if lease_id not in session.leases.granted:
-                # It was released during the fetch. A release waits for the fetch, so it was left to this.
-                self._store.release(lease)
+                # A release would have waited for all calls, so it was left to the last one.
+                if lease_id not in in_use:
+                    self._store.release(lease)
                 raise KeyError(f"lease {lease_id} was released")
-            return _without_views(future.result())
+            return future.result()
 
-        tails: list[SegmentTail | None] | None = None
-        if request.tails is not None:
-            tails = [None if tail is None else SegmentTail(*astuple(tail)) for tail in request.tails]
-        return Deferred(lambda: self._store.fetch(lease, tails), finish, Lane.ROOM)
+        return Deferred(lambda: call(lease), finish, lane)
 
     def _release(self, session: Session, request: ReleaseRequest) -> None:
         lease = session.leases.take(request.lease_id)
@@ -183,7 +198,7 @@ class SessionHandlers:
             self._end_lease(session, request.lease_id, lease)
 
     def _end_lease(self, session: Session, lease_id: int, lease: Lease) -> None:
-        if lease_id not in session.fetching:
+        if lease_id not in session.in_use:
             self._store.release(lease)
 
     def _reserve(self, session: Session, request: ReserveRequest) -> Deferred[Reservation | None]:
@@ -317,6 +332,12 @@ def _ask_for(
         return granted
 
     return settle
+
+
+def _tails_of(request: FetchRequest | PrefetchRequest) -> list[SegmentTail | None] | None:
+    if request.tails is None:
+        return None
+    return [None if tail is None else SegmentTail(*astuple(tail)) for tail in request.tails]
 
 
 def _without_views(slices: Iterable[SegmentSlice]) -> list[SegmentSlice]:

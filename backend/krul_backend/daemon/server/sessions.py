@@ -8,6 +8,7 @@ import secrets
 import select
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,7 @@ class Held(Generic[T]):
 
 @dataclass(eq=False)
 class Session:
-    """A connected client and what it holds. Leases in ``fetching`` are in use by another thread.
+    """A connected client and what it holds. ``in_use``: how many calls in other threads use a lease.
 
     Used by the server's thread alone.
     """
@@ -59,7 +60,7 @@ class Session:
     has_spoken: bool = False
     models: dict[str, ModelIdentity] = field(default_factory=dict)
     leases: Held[Lease] = field(default_factory=Held)
-    fetching: set[int] = field(default_factory=set)
+    in_use: Counter[int] = field(default_factory=Counter)
     reservations: Held[Reservation] = field(default_factory=Held)
 
 

@@ -102,6 +102,10 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
+    def replace(self, segment_id: int, by: Evictable) -> None:
+        """Put a segment in the place of a known one: what uses and hints have said of that holds for it."""
+
+    @abstractmethod
     def remove(self, segment_id: int) -> None:
         """Forget a segment.
 
@@ -129,22 +133,31 @@ class LruPolicy(EvictionPolicy):
     """
 
     def __init__(self) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()
+        # The ids by the places that segments have: a place has the id of the first one that had it.
+        self._order: OrderedDict[int, int] = OrderedDict()
+        # Of those that have the place of another one.
+        self._places: dict[int, int] = {}
 
     def touch(self, path: Sequence[Evictable]) -> None:
         for segment in reversed(path):
-            self._order[segment.segment_id] = None
-            self._order.move_to_end(segment.segment_id)
+            place = self._places.get(segment.segment_id, segment.segment_id)
+            self._order[place] = segment.segment_id
+            self._order.move_to_end(place)
 
     def advise(self, segment_id: int, hint: Hint) -> None:
         if hint.demote:
-            self._order.move_to_end(segment_id, last=False)
+            self._order.move_to_end(self._places.get(segment_id, segment_id), last=False)
+
+    def replace(self, segment_id: int, by: Evictable) -> None:
+        place = self._places.pop(segment_id, segment_id)
+        self._order[place] = by.segment_id
+        self._places[by.segment_id] = place
 
     def remove(self, segment_id: int) -> None:
-        del self._order[segment_id]
+        del self._order[self._places.pop(segment_id, segment_id)]
 
     def victims(self) -> Iterator[int]:
-        return _in_order(self._order)
+        return _in_order(self._order.values())
 
     def fresh(self) -> LruPolicy:
         return LruPolicy()
@@ -282,6 +295,16 @@ class ValuePolicy(EvictionPolicy):
             self._drop_leaf(segment_id)
         elif not node.children:
             self._add_leaf(segment_id, is_next=True)
+
+    def replace(self, segment_id: int, by: Evictable) -> None:
+        node = self._nodes[by.segment_id] = self._nodes.pop(segment_id)
+        node.segment = by
+        if node.parent is not None:
+            node.parent.children.remove(segment_id)
+            node.parent.children.add(by.segment_id)
+        if segment_id in self._leaf_order:
+            self._drop_leaf(segment_id)
+            self._add_leaf(by.segment_id, is_next=True)
 
     def remove(self, segment_id: int) -> None:
         node = self._nodes.pop(segment_id)

@@ -191,6 +191,11 @@ class Lease:
         """Whether every slice has its blocks: nothing to fetch."""
         return all(part.tier == DRAM_TIER for part in self.slices)
 
+    @property
+    def is_all_in_dram(self) -> bool:
+        """Whether no tier has more than that, either."""
+        return self.is_in_dram and not any(part.lower for part in self.slices)
+
 
 @dataclass(frozen=True)
 class Prefetched:

@@ -150,9 +150,12 @@ class LowerTier(ABC):
         ended, tokens are compared, bytes are not read.
         """
 
+    def hold(self, run: PageRun[Any]) -> None:  # noqa: B027
+        """Hold a run once more. A tier whose ``release`` does nothing leaves it at this."""
+
     @abstractmethod
     def release(self, run: PageRun[Any]) -> None:
-        """End the hold of ``match``; once for each run."""
+        """End a hold; once for each run of ``match``, and for each ``hold``."""
 
     @abstractmethod
     def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:

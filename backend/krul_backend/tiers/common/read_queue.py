@@ -27,7 +27,10 @@ class ReadPriority(IntEnum):
     PREFETCH = 1
     """Nobody yet."""
 
-    UPKEEP = 2
+    REST = 2
+    """Nobody yet, and whoever comes can do without."""
+
+    UPKEEP = 3
     """The tier's own verify or compaction."""
 
 

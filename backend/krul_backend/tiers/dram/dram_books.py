@@ -267,14 +267,22 @@ class DramBooks:
         return True
 
     def replace(self, part: StoredSegment, fuller: StoredSegment) -> None:
-        """Index a segment in the place of one with less of the same blocks, if that is still there."""
-        if not part.is_indexed or part.segment_id in self.leaving:
+        """Index a segment in the place of one with less of the same blocks, if that is still there.
+
+        What hints and uses have said of the one holds for the other.
+        """
+        if not part.is_indexed or part.is_fast_copy or part.segment_id in self.leaving:
             return
         pinned_s = self.pins.remaining_s(part.segment_id)
-        self.remove(part)
-        self.publish(fuller)
-        self.touch(self.index.path_to(fuller))
-        if pinned_s:
+        self.pins.end(part.segment_id)
+        self._leave_index(part)
+        if self.publish(fuller):
+            self._order.replace(part, fuller)
+            self._quotas.replace(part, fuller)
+        else:
+            self._order.remove(part)
+            self._quotas.remove(part)
+        if pinned_s and fuller.is_indexed:
             self.pins.pin(fuller, pinned_s)
 
     def touch_pages(self, model: ModelIdentity, page_keys: Sequence[str]) -> None:
@@ -332,10 +340,14 @@ class DramBooks:
 
     def remove(self, segment: StoredSegment) -> None:
         """Take a segment out of the index; free it now, or at its last unpin."""
-        self.index_of(segment).remove(segment)
         self.pins.end(segment.segment_id)
         self._order.remove(segment)
         self._quotas.remove(segment)
+        self._leave_index(segment)
+
+    def _leave_index(self, segment: StoredSegment) -> None:
+        """As ``remove``, for a segment that has no pin; the orders of eviction still know it."""
+        self.index_of(segment).remove(segment)
         del self.segments[segment.segment_id]
         self.leaving.discard(segment.segment_id)
         self._count(segment, -1)

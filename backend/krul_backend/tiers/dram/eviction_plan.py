@@ -49,6 +49,10 @@ class FastCopiesFirst:
         """Note that a known segment may not be evicted for now, or may be again."""
         self._policy(is_fast_copy=segment.is_fast_copy).hold(segment.segment_id, is_held=is_held)
 
+    def replace(self, segment: StoredSegment, by: StoredSegment) -> None:
+        """Put a segment in the place of a known one of the same kind."""
+        self._policy(is_fast_copy=segment.is_fast_copy).replace(segment.segment_id, by)
+
     def remove(self, segment: StoredSegment) -> None:
         self._policy(is_fast_copy=segment.is_fast_copy).remove(segment.segment_id)
 

@@ -153,6 +153,13 @@ class TenantQuotas:
         books.num_segments -= 1
         self._drop_empty(tenant, books)
 
+    def replace(self, segment: StoredSegment, by: StoredSegment) -> None:
+        """Note that the second one, which is new in the index, has taken the place of the first one."""
+        if self._limit_bytes is not None:
+            books = self._books(segment.manifest.tenant)
+            books.order.replace(segment, by)
+            books.num_segments -= 1
+
     def touch(self, path: Sequence[StoredSegment]) -> None:
         """Note a use of indexed segments, in conversation order."""
         if self._limit_bytes is None:

@@ -43,7 +43,7 @@ class Arrival:
 
     Args:
         blocks: writable ``[num_bytes]`` per layer, the bytes to be filled.
-        end: called once, with the segment and whether it arrived whole.
+        end: called once, with the segment, whether it arrived whole, and the part whose place it takes then.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Arrival:
         segment: StoredSegment,
         status: LayerStatus,
         blocks: Sequence[Block],
-        end: Callable[[StoredSegment, bool], None],
+        end: Callable[[StoredSegment, bool, StoredSegment | None], None],
     ) -> None:
         self.segment = segment
         self.blocks = tuple(blocks)
@@ -63,13 +63,13 @@ class Arrival:
         """Tell readers that a layer's block is written and its checksum is right."""
         self._flags[layer] = LANDED
 
-    def end(self) -> bool:
+    def end(self, part: StoredSegment | None = None) -> bool:
         """End the arrival; whether all layers have landed. Then the segment is an ordinary one from here on,
-        else it has failed."""
+        in the place of ``part``, which has less of the same blocks; else it has failed."""
         has_arrived = not self._is_over and bool((self._flags == LANDED).all())
         if has_arrived:
             self._is_over = True
-            self._end(self.segment, True)
+            self._end(self.segment, True, part)
         else:
             self.fail()
         return has_arrived
@@ -80,7 +80,7 @@ class Arrival:
             return
         self._is_over = True
         self._flags[self._flags == PENDING] = FAILED
-        self._end(self.segment, False)
+        self._end(self.segment, False, None)
 
 
 class Reservations:
@@ -261,15 +261,14 @@ class Reservations:
 
         return self._take(arrival_sizes(manifest), manifest.tenant, use)
 
-    def _end_arrival(self, segment: StoredSegment, is_whole: bool) -> None:
+    def _end_arrival(self, segment: StoredSegment, is_whole: bool, part: StoredSegment | None) -> None:
         with self._locked.open_unless_closed() as books:
             if is_whole:
                 segment.status = None
             if books is None:
                 return
             books.arriving.pop(segment.segment_id, None)
-            part, segment.completes = segment.completes, None
-            if is_whole and part is not None:
+            if part is not None:
                 books.replace(part, segment)
             if not is_whole and segment.is_indexed:
                 books.remove(segment)

@@ -41,8 +41,7 @@ class StoredSegment:
 
     ``status`` is set while layers arrive from ``origin``, a lower tier; its flags lie in ``flags_extent``,
     which is freed with the segment. ``lower_load_s``: seconds to read the segment from the fastest lower tier
-    that is known to hold it, None if there is none. ``completes``: one that has less of the same blocks,
-    whose place this one takes when it has arrived.
+    that is known to hold it, None if there is none.
     """
 
     segment_id: int
@@ -57,7 +56,6 @@ class StoredSegment:
     status: LayerStatus | None = None
     flags_extent: Extent | None = None
     lower_load_s: float | None = None
-    completes: StoredSegment | None = None
     is_indexed: bool = False
     num_pins: int = 0
     num_leases: int = 0

@@ -204,6 +204,10 @@ class SsdTier(LowerTier):
                 run.segment.num_holds += 1
             return runs
 
+    def hold(self, run: PageRun[SsdSegment]) -> None:
+        with self._state.lock:
+            run.segment.num_holds += 1
+
     def release(self, run: PageRun[SsdSegment]) -> None:
         with self._state.lock:
             run.segment.num_holds -= 1
