@@ -28,7 +28,7 @@ class ReadPriority(IntEnum):
     """Nobody yet."""
 
     UPKEEP = 2
-    """The tier's own verify or compaction."""
+    """The tier's own verify."""
 
 
 def of_a_load() -> ReadPriority:
