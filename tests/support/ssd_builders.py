@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ class FaultyDisk(Disk):
         self._counting = threading.Lock()
         self._names: dict[int, str] = {}
         self.num_free_bytes: int | None = None
+        self.num_block_bytes: int | None = None
         self.flipped_read_offset: int | None = None
         self.gate = threading.Event()
         self.gate.set()
@@ -105,6 +107,13 @@ class FaultyDisk(Disk):
     def truncate(self, fd: int, num_bytes: int) -> None:
         self._check("truncate")
         super().truncate(fd, num_bytes)
+
+    def punch(self, fd: int, offset: int, num_bytes: int) -> None:
+        self._check("punch")
+        super().punch(fd, offset, num_bytes)
+
+    def block_bytes(self, path: Path) -> int:
+        return super().block_bytes(path) if self.num_block_bytes is None else self.num_block_bytes
 
     def rename(self, old: Path, new: Path) -> None:
         self._check("rename")
@@ -196,5 +205,20 @@ def has(tier: SsdTier, conversation: str, seed: int = 0, model: ModelIdentity | 
 
 
 def disk_bytes(directory: Path) -> int:
-    """What the log files really take."""
-    return sum(path.stat().st_size for path in directory.rglob("*.log"))
+    """What the log files really take: holes take nothing."""
+    return sum(end - begin for path in directory.rglob("*.log") for begin, end in data_ranges(path))
+
+
+def data_ranges(path: Path) -> list[tuple[int, int]]:
+    """What of a file is not in holes, as its file system tells."""
+    ranges, end = [], 0
+    with path.open("rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        while end < num_bytes:
+            try:
+                begin = os.lseek(file.fileno(), end, os.SEEK_DATA)
+            except OSError:
+                break
+            end = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+            ranges.append((begin, end))
+    return ranges

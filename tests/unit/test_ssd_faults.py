@@ -367,44 +367,6 @@ def test_a_clear_does_not_wait_for_a_disk_that_hangs(
     tier.close()
 
 
-def test_a_clear_does_not_wait_for_a_compaction(tmp_path: Path, disk: FaultyDisk) -> None:
-    other = make_model("other")
-    tier = open_tier(tmp_path, disk)
-    held = []
-    for number in range(16):
-        put(tier, f"c{number}", sizes=(9000, 5000), model=other, seed=number)
-        if number % 3 < 2:
-            held += match(tier, f"c{number}", model=other)
-    put(tier, "a")
-    # The first read is one of compaction's; the clear comes while it is under way.
-    clearing = threading.Thread(target=tier.clear, args=(make_model(),))
-
-    def clear_once() -> None:
-        disk.before_read = lambda: None
-        clearing.start()
-        while not tier._state.pending_clears:
-            time.sleep(1e-3)
-
-    disk.before_read = clear_once
-    number = 16
-    while clearing.ident is None:
-        put(tier, f"c{number}", sizes=(9000, 5000), model=other, seed=number)
-        number += 1
-    clearing.join(20)
-    assert tier.stats().skipped_segments["no room"] >= 1, "the one that the compaction was for"
-    assert not has(tier, "a")
-    assert all(has(tier, f"c{number}", model=other, seed=number) for number in range(16) if number % 3 < 2)
-    for run in held:
-        tier.release(run)
-    for later in range(number, number + 40):
-        assert put(tier, f"c{later}", sizes=(9000, 5000), model=other, seed=later)
-        assert has(tier, f"c{later}", model=other, seed=later)
-    tier.close()
-    tier = open_tier(tmp_path)
-    assert not has(tier, "a")
-    tier.close()
-
-
 def test_a_clear_lets_others_have_the_lock(tier: SsdTier, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         put(tier, f"c{number}")

@@ -31,7 +31,7 @@ class ReadPriority(IntEnum):
     """Nobody yet, and whoever comes can do without."""
 
     UPKEEP = 3
-    """The tier's own verify or compaction."""
+    """The tier's own verify."""
 
 
 def of_a_load() -> ReadPriority:

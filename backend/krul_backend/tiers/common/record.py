@@ -7,7 +7,7 @@ All numbers are little endian. A record starts at a multiple of 4096 bytes and t
     8       8     XXH3-64 of bytes [16, header_num_bytes), its seed being the place of the record
     16      8     header_num_bytes, without the padding that follows it
     24      8     record_num_bytes, all padding included
-    32      8     sequence: a number that grows with every record written; a copy made by compaction keeps it
+    32      8     sequence: a number that grows with every record written
     40      4     L, number of layers
     44      4     P, number of pages
     48      4     T, number of token ids

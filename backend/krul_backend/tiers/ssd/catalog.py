@@ -6,7 +6,7 @@ import errno
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 class SsdSegment:
     """A segment in a log file. It is changed under the tier's lock only.
 
-    ``file`` and ``offset`` are where its record is now. Compaction may move the record at any time; whoever
-    reads it holds the file. ``num_holds`` counts the runs that ``match`` gave out: a held segment is not
-    evicted. ``is_indexed`` becomes False by eviction, a clear or a wrong checksum, and never True again.
+    ``file`` and ``offset`` are where its record is. ``num_holds`` counts the runs that ``match`` gave out: a
+    held segment is not evicted. ``is_indexed`` becomes False by eviction, a clear or a wrong checksum, and
+    never True again. While ``num_reads`` is not 0 its bytes stay where they are all the same.
     """
 
     record: SegmentRecord
@@ -34,6 +34,7 @@ class SsdSegment:
     offset: int
     last_used_s: float = 0.0
     num_holds: int = 0
+    num_reads: int = 0
     is_indexed: bool = False
     segment_id: int = field(default_factory=itertools.count(1).__next__)
 
@@ -66,7 +67,8 @@ class SsdSegment:
 class Catalog:
     """Keeps index, eviction order and sums of the segments that can be found. Called under the tier's lock.
 
-    ``index`` is for looking things up; only the catalog changes it.
+    ``index`` is for looking things up; only the catalog changes it. ``dead`` are segments that left, or never
+    came in, and whose records still take space.
 
     Args:
         policy: order of eviction, owned by the catalog from here on.
@@ -78,6 +80,7 @@ class Catalog:
         self.index: PageIndex[SsdSegment] = PageIndex()
         self._segments: dict[int, SsdSegment] = {}
         self.stored_bytes = 0
+        self.dead: list[SsdSegment] = []
 
     @property
     def num_segments(self) -> int:
@@ -88,24 +91,33 @@ class Catalog:
         return list(self._segments.values())
 
     def add(self, segment: SsdSegment) -> bool:
-        """Make a durable segment findable; False if all of its pages can be found already."""
+        """Make a durable segment findable; False if all of its pages can be found already: it is dead."""
         is_new = self.index.add(segment) > 0
         if is_new:
             segment.is_indexed = True
             segment.file.live_bytes += segment.taken_bytes
             self._segments[segment.segment_id] = segment
             self.stored_bytes += segment.manifest.num_bytes
+        else:
+            self.dead.append(segment)
         self._touch(self.index.path_to(segment))
         return is_new
 
     def remove(self, segment: SsdSegment) -> None:
-        """Take an indexed segment out; its record becomes dead space in its file."""
+        """Take an indexed segment out; it is dead then."""
         self.index.remove(segment)
         self._policy.remove(segment.segment_id)
         del self._segments[segment.segment_id]
         segment.is_indexed = False
         segment.file.live_bytes -= segment.taken_bytes
         self.stored_bytes -= segment.manifest.num_bytes
+        self.dead.append(segment)
+
+    def take_dead(self) -> list[SsdSegment]:
+        """The dead segments that nobody reads; they are not ``dead`` any more."""
+        taken = [segment for segment in self.dead if not segment.num_reads]
+        self.dead = [segment for segment in self.dead if segment.num_reads]
+        return taken
 
     def remove_superseded(self, newer: SsdSegment) -> None:
         """Take out segments all of whose pages ``newer`` has too, which was written later.
@@ -157,6 +169,8 @@ class TierState:
     (None: of all models); set when the writer has tried. ``is_given_up``: it could not be noted, so nothing
     is read or written any more.
 
+    ``wake`` tells the writer that a segment has died; ``given_back`` is notified when it has seen to that.
+
     ``is_opening``: what lies on the disk is being read. Until then ``catalog`` has some of it, and nothing of
     it may be found.
     """
@@ -166,11 +180,16 @@ class TierState:
     fullness: Suspension
     clock: Clock
     lock: threading.Lock = field(default_factory=threading.Lock)
+    given_back: threading.Condition = field(init=False)
     counters: TierCounters = field(default_factory=TierCounters)
     pending_clears: dict[str | None, threading.Event] = field(default_factory=dict)
     is_given_up: bool = False
+    wake: Callable[[], None] = lambda: None
     is_opening: bool = True
     is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.given_back = threading.Condition(self.lock)
 
     @property
     def is_suspended(self) -> bool:
@@ -206,4 +225,5 @@ class TierState:
                 return
             self.catalog.remove(segment)
             self.counters.add(corrupted_segments=1)
+        self.wake()
         logger.error("segment %d on the SSD is damaged and was taken out: %s", segment.segment_id, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Sequence
@@ -10,6 +11,9 @@ from pathlib import Path
 Buffer = bytes | memoryview
 
 _MAX_IOVECS = 1024
+
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Disk:
@@ -39,6 +43,26 @@ class Disk:
     def truncate(self, fd: int, num_bytes: int) -> None:
         os.ftruncate(fd, num_bytes)
 
+    def punch(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Give the blocks of a range back to the file system: from then on it reads as zeros.
+
+        Raises:
+            OSError: with EOPNOTSUPP, the file system cannot do that.
+        """
+        mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+        if _libc.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+    def next_data(self, fd: int, offset: int) -> int:
+        """The first offset from ``offset`` on that is not in a hole; the file's size if there is none."""
+        try:
+            return os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return self.size(fd)
+
     def rename(self, old: Path, new: Path) -> None:
         os.rename(old, new)
 
@@ -60,6 +84,10 @@ class Disk:
     def expect_random_reads(self, fd: int) -> None:
         """Turn off the kernel's read-ahead for a file."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def block_bytes(self, path: Path) -> int:
+        """The size of the file system's blocks: what lies in whole blocks leaves no part of one behind."""
+        return os.statvfs(path).f_frsize
 
     def free_bytes(self, path: Path) -> int:
         """Bytes that the file system has left for this user."""

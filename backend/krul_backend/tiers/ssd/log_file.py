@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,14 @@ _SEARCH_NUM_BYTES = 1 << 20
 
 
 class LogFile:
-    """The file ``<number>.log``: a header of 4096 bytes, then records. One thread at a time appends.
+    """The file ``<number>.log``: a header of 4096 bytes, then records, and holes in place of those that are
+    gone. One thread at a time changes it.
 
     ``file_id`` is random; with a record's offset it makes the ``place`` that its header is bound to.
-    ``num_bytes`` is the file's size, ``num_synced_bytes`` how much of it is durable, ``live_bytes`` the size
-    of the records that can be found. The descriptors stay open while ``num_holds`` is not 0; a removed file
-    takes its space until then. These counts are changed under the tier's lock.
+    ``num_bytes`` is the file's size with all holes, ``num_synced_bytes`` how much of it is durable,
+    ``taken_bytes`` what it takes of the disk, ``live_bytes`` the part of that with records that can be found.
+    The descriptors stay open while ``num_holds`` is not 0; a removed file takes its space until then. These
+    counts are changed under the tier's lock.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class LogFile:
         self._fd = fd
         self.num_bytes = num_bytes
         self.num_synced_bytes = num_bytes
+        self.taken_bytes = num_bytes
         self.live_bytes = 0
+        self.num_damaged_bytes = 0
         self.num_holds = 0
         self.is_removed = False
 
@@ -95,24 +100,39 @@ class LogFile:
         """Iterate over offset and header of each record whose header is right.
 
         After a damaged header the next right one is looked for, at each multiple of 4096. At the end of the
-        scan the file is truncated after the last record.
+        scan what is between right records becomes a hole, and the file is truncated after the last one.
 
         Raises:
-            OSError: the file cannot be read or truncated.
+            OSError: the file cannot be read or changed.
         """
-        offset = end = FILE_HEADER_NUM_BYTES
-        while offset < self.num_bytes:
+        offset = end = taken = FILE_HEADER_NUM_BYTES
+        damaged: list[tuple[int, int]] = []
+        while (offset := self._next_data(offset)) < self.num_bytes:
             record = self._record_at(offset)
             if record is None:
-                offset = self._next_magic(offset + RECORD_ALIGN)
+                after = self._next_magic(offset + RECORD_ALIGN)
+                damaged.append((offset, after))
+                offset = after
             else:
                 yield offset, record
+                taken += record.num_bytes
                 offset = end = offset + record.num_bytes
+        for begin, after in damaged:
+            if begin < end:
+                self.num_damaged_bytes += after - begin
+                if not self.punch(begin, after - begin):
+                    taken += after - begin
         # Sync even if nothing was cut off: the process that wrote the records may not have synced them.
         self._disk.truncate(self._fd, end)
         self._disk.fdatasync(self._fd)
         self._disk.drop_cache(self._fd, 0, 0)
         self.num_bytes = self.num_synced_bytes = end
+        self.taken_bytes = taken
+
+    def _next_data(self, offset: int) -> int:
+        """Where a record may begin, from ``offset`` on, that is not in a hole; the file's end if nowhere."""
+        data = self._disk.next_data(self._fd, offset) if offset < self.num_bytes else offset
+        return max(offset, data // RECORD_ALIGN * RECORD_ALIGN)
 
     def _record_at(self, offset: int) -> SegmentRecord | None:
         try:
@@ -129,7 +149,7 @@ class LogFile:
 
     def _next_magic(self, offset: int) -> int:
         """The next offset at which a header may start; the file's end if there is none."""
-        while offset < self.num_bytes:
+        while (offset := self._next_data(offset)) < self.num_bytes:
             data = read_up_to(self._disk, self._fd, _SEARCH_NUM_BYTES, offset)
             for at in range(0, len(data), RECORD_ALIGN):
                 if data.startswith(MAGIC, at):
@@ -148,10 +168,21 @@ class LogFile:
         self.num_bytes = offset + num_bytes
         return offset
 
+    def punch(self, offset: int, num_bytes: int) -> bool:
+        """Make a hole, which is durable after a ``sync``; False if the file system cannot. Raises OSError."""
+        try:
+            self._disk.punch(self._fd, offset, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            return False
+        return True
+
     def sync(self) -> None:
-        """Make durable what was appended, and drop it from the page cache. Raises OSError."""
+        """Make appended bytes and holes durable, and drop the former from the page cache. Raises OSError."""
         self._disk.fdatasync(self._fd)
-        self._disk.drop_cache(self._fd, self.num_synced_bytes, self.num_bytes - self.num_synced_bytes)
+        if self.num_bytes > self.num_synced_bytes:
+            self._disk.drop_cache(self._fd, self.num_synced_bytes, self.num_bytes - self.num_synced_bytes)
         self.num_synced_bytes = self.num_bytes
 
     def cut_back(self) -> bool:
@@ -160,13 +191,14 @@ class LogFile:
         Then nothing may ever be appended again, because the file's end is not known. ``num_bytes`` is its
         size as the system then tells it.
         """
-        is_clean = True
+        is_clean, old_num_bytes = True, self.num_bytes
         try:
             self._disk.truncate(self._fd, self.num_synced_bytes)
             self._disk.fdatasync(self._fd)
         except OSError:
             is_clean = False
         self.num_bytes = self._disk.size(self._fd)
+        self.taken_bytes += self.num_bytes - old_num_bytes
         return is_clean
 
     def close(self) -> None:

@@ -23,12 +23,14 @@ class LogWriter:
 
     Several records are appended, then made durable by one ``commit``, and published only then.
     ``used_bytes`` is raised before bytes are written and lowered after they are gone, so that the files never
-    take more than that. A removed file that is still being read takes its space until the last ``release``.
+    take more than that (a file system's own notes of where their blocks lie come on top). A removed file that
+    is still being read takes its space until the last ``release``.
 
     Args:
         lock: the tier's; guards ``files``, ``used_bytes`` and the counts in the files. Taken by the methods,
             and never held during a system call that may block.
         file_bytes: the size of a file. Only a record that is larger itself makes a larger file.
+        can_punch: whether the file system may have holes, as far as is known.
         unread: sizes, by number, of the files in the directory, whose records are not known before ``adopt``.
         next_number: no file has this number or a larger one.
     """
@@ -39,6 +41,7 @@ class LogWriter:
         directory: Path,
         lock: threading.Lock,
         file_bytes: int,
+        can_punch: bool,
         unread: Mapping[int, int],
         next_number: int,
     ) -> None:
@@ -51,6 +54,8 @@ class LogWriter:
         self._active: LogFile | None = None
         self._unread = unread
         self._is_removal_in_doubt = False
+        self._with_unsynced_holes: set[LogFile] = set()
+        self.can_punch = can_punch
         self.files: dict[int, LogFile] = {}
         self.next_number = next_number
         self.used_bytes = sum(unread.values())
@@ -65,7 +70,7 @@ class LogWriter:
         with self._lock:
             self._unread = unread
             self.files = {file.number: file for file in files}
-            self.used_bytes = sum(file.num_bytes for file in files) + sum(unread.values())
+            self.used_bytes = sum(file.taken_bytes for file in files) + sum(unread.values())
         if files and files[-1].number >= first_open_number:
             self._active = files[-1]
 
@@ -83,7 +88,19 @@ class LogWriter:
 
     def num_bytes_for(self, record_num_bytes: int) -> int:
         """How many bytes the files will grow by when a record of this size is appended."""
-        return record_num_bytes + (FILE_HEADER_NUM_BYTES if self._needs_file(record_num_bytes) else 0)
+        return record_num_bytes + (FILE_HEADER_NUM_BYTES if self.needs_file(record_num_bytes) else 0)
+
+    def needs_file(self, record_num_bytes: int) -> bool:
+        """Whether a record of this size begins another file."""
+        file = self._active
+        if file is None:
+            return True
+        return file.num_bytes > FILE_HEADER_NUM_BYTES and file.num_bytes + record_num_bytes > self._file_bytes
+
+    @property
+    def has_unsynced_holes(self) -> bool:
+        """Whether what was punched is not durable yet."""
+        return bool(self._with_unsynced_holes)
 
     def is_active(self, file: LogFile) -> bool:
         """Whether the next record may go into this file."""
@@ -107,7 +124,7 @@ class LogWriter:
             OSError: it could not be written. Everything since the last commit is lost, and never published.
         """
         num_bytes = segment_num_bytes(manifest, metadata)
-        if self._needs_file(num_bytes):
+        if self.needs_file(num_bytes):
             self.seal()
             self._active = self._create_file()
         file = self._active
@@ -118,28 +135,53 @@ class LogWriter:
         try:
             offset = file.append(buffers, num_bytes)
         except OSError:
-            self._give_up(file, file.num_bytes + num_bytes)
+            self._give_up(file, num_bytes)
             raise
+        with self._lock:
+            file.taken_bytes += num_bytes
         self._unsynced.append((offset, publish))
 
     def commit(self) -> None:
-        """Make appended records durable, then publish them.
+        """Make appended records durable, then publish them; make holes durable.
 
         Raises:
-            OSError: the sync failed. Everything since the last commit is lost, and never published.
+            OSError: a sync failed. If it is that of records, everything since the last commit is lost, and
+                never published.
         """
         file = self._active
-        if file is None or not self._unsynced:
+        if file is not None and self._unsynced:
+            try:
+                file.sync()
+            except OSError:
+                self._give_up(file)
+                raise
+            with self._lock:
+                for offset, publish in self._unsynced:
+                    publish(file, offset)
+            self._unsynced.clear()
+            self._with_unsynced_holes.discard(file)
+        while self._with_unsynced_holes:
+            punched = next(iter(self._with_unsynced_holes))
+            if not punched.is_removed:
+                punched.sync()
+            self._with_unsynced_holes.discard(punched)
+
+    def punch(self, file: LogFile, offset: int, num_bytes: int) -> None:
+        """Make a hole of a record that is not needed any more; durable after the next ``commit``.
+
+        ``can_punch`` becomes False if the file system has no holes: then only whole files give space back.
+
+        Raises:
+            OSError: the medium failed.
+        """
+        if file.is_removed or not self.can_punch:
             return
-        try:
-            file.sync()
-        except OSError:
-            self._give_up(file, file.num_bytes)
-            raise
-        with self._lock:
-            for offset, publish in self._unsynced:
-                publish(file, offset)
-        self._unsynced.clear()
+        self.can_punch = file.punch(offset, num_bytes)
+        if self.can_punch:
+            self._with_unsynced_holes.add(file)
+            with self._lock:
+                file.taken_bytes -= num_bytes
+                self.used_bytes -= num_bytes
 
     def seal(self) -> None:
         """Commit, and let the next record begin a new file.
@@ -179,7 +221,7 @@ class LogWriter:
         if is_gone:
             file.close()
             with self._lock:
-                self.used_bytes -= file.num_bytes
+                self.used_bytes -= file.taken_bytes
 
     def close(self) -> None:
         """Close all files: those that are being read when they are released."""
@@ -194,12 +236,6 @@ class LogWriter:
             file.is_removed = True
             file.num_holds += 1
         self.release(file)
-
-    def _needs_file(self, record_num_bytes: int) -> bool:
-        file = self._active
-        if file is None:
-            return True
-        return file.num_bytes > FILE_HEADER_NUM_BYTES and file.num_bytes + record_num_bytes > self._file_bytes
 
     def _create_file(self) -> LogFile:
         with self._lock:
@@ -216,10 +252,11 @@ class LogWriter:
             self.files[file.number] = file
         return file
 
-    def _give_up(self, file: LogFile, counted_num_bytes: int) -> None:
-        """Drop records that are not synced; ``used_bytes`` counts the file as ``counted_num_bytes``."""
+    def _give_up(self, file: LogFile, reserved_bytes: int = 0) -> None:
+        """Drop records that are not synced, and what ``used_bytes`` has for one that could not be written."""
         self._unsynced.clear()
+        counted_bytes = file.taken_bytes + reserved_bytes
         if not file.cut_back():
             self._active = None
         with self._lock:
-            self.used_bytes -= counted_num_bytes - file.num_bytes
+            self.used_bytes -= counted_bytes - file.taken_bytes

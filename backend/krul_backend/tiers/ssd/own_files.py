@@ -43,6 +43,9 @@ _FILE_ID = struct.Struct("<QQ")
 _FILE_ID_AT = 32
 _SECOND_COPY_AT = 2048
 
+_SECTOR_NUM_BYTES = 512
+"""The unit of ``st_blocks``, whatever the file system."""
+
 _POLL_S = 0.1
 
 
@@ -109,6 +112,12 @@ def read_stamp(disk: Disk, path: Path) -> LogStamp | None:
     return next((stamp for stamp in found if stamp.file_id is not None), found[0] if found else None)
 
 
+def taken_bytes(path: Path) -> int:
+    """What a file takes of the disk: holes take nothing. Raises OSError."""
+    status = path.lstat()
+    return min(status.st_size, status.st_blocks * _SECTOR_NUM_BYTES)
+
+
 def own_bytes(directory: Path) -> int:
     """Bytes that readable log files take in ``directory``, those of older formats included."""
     disk = Disk()
@@ -117,7 +126,7 @@ def own_bytes(directory: Path) -> int:
         for path in log_paths(formats):
             with contextlib.suppress(OSError):
                 if read_stamp(disk, path) is not None:
-                    num_bytes += path.stat().st_size
+                    num_bytes += taken_bytes(path)
     return num_bytes
 
 
@@ -157,7 +166,7 @@ def _remove_format(disk: Disk, formats: Path) -> None:
         num_bytes = 0
         for path in log_paths(formats):
             if read_stamp(disk, path) is not None:
-                num_bytes += path.stat().st_size
+                num_bytes += taken_bytes(path)
                 disk.unlink(path)
         clears = formats / CLEARS_NAME
         if clears.is_file() and not clears.is_symlink():

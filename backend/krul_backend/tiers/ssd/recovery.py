@@ -15,17 +15,17 @@ import orjson
 import xxhash
 
 from krul_backend.errors import DaemonError, RecordError
-from krul_backend.tiers.common.record import SegmentRecord
+from krul_backend.tiers.common.record import RECORD_ALIGN, SegmentRecord
 from krul_backend.tiers.ssd.catalog import SsdSegment
 from krul_backend.tiers.ssd.disk import Disk, read_up_to, write_all
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.own_files import (
     CLEARS_MAGIC,
     CLEARS_NAME,
-    FILE_HEADER_NUM_BYTES,
     LogStamp,
     log_paths,
     read_stamp,
+    taken_bytes,
     temporary_paths,
 )
 
@@ -157,7 +157,7 @@ def _decode_copy(data: bytes) -> tuple[int, bytes] | None:
 class Recovered:
     """The result of ``Recovery.scan``: ``files`` ordered by number, ``segments`` by sequence.
 
-    The segments have right headers and were not cleared; none is in a catalog yet.
+    The segments have right headers; some may have been cleared. None is in a catalog yet.
     ``unread``: sizes, by number, of files that could not be read; their records are not known. All records
     that were found have sequences below ``next_sequence``.
     """
@@ -172,7 +172,8 @@ class Recovery:
     """Reads what is in the directory when a daemon starts: first the clears, later all log files.
 
     ``clears`` is read by the constructor, so that further clears can be noted before and during the scan.
-    ``sizes`` are those of the log files by number, all of which are below ``next_number``.
+    ``sizes`` are what the log files take by number, all of which are below ``next_number``.
+    ``can_punch`` is False if records do not lie in whole blocks of the file system.
 
     Raises:
         DaemonError: the directory, or the file of clears in it, cannot be read or written.
@@ -186,7 +187,8 @@ class Recovery:
                 disk.unlink(leftover)
             self._paths = log_paths(directory)
             self.clears = _load_clears(disk, directory, self._paths.values())
-            self.sizes = {number: path.lstat().st_size for path, number in self._paths.items()}
+            self.sizes = {number: taken_bytes(path) for path, number in self._paths.items()}
+            self.can_punch = RECORD_ALIGN % disk.block_bytes(directory) == 0
         except OSError as error:
             raise DaemonError(
                 f"the SSD tier's directory {directory} cannot be read ({error}): start again if that may "
@@ -229,15 +231,8 @@ class Recovery:
             found += (SsdSegment(record, file, offset) for offset, record in records)
         if reasons:
             logger.warning("left alone in %s: %s", self._directory, ", ".join(reasons))
-        # Now, because clears may have been noted during the scan.
-        segments = [
-            segment
-            for segment in found
-            if not self.clears.is_cleared(segment.manifest.model.fingerprint, segment.file.number)
-        ]
-        segments.sort(key=lambda segment: segment.record.sequence)
-        next_sequence = max((segment.record.sequence + 1 for segment in found), default=1)
-        return Recovered(files, segments, unread, next_sequence)
+        found.sort(key=lambda segment: segment.record.sequence)
+        return Recovered(files, found, unread, found[-1].record.sequence + 1 if found else 1)
 
 
 def _load_clears(disk: Disk, directory: Path, numbers: Collection[int]) -> ClearFile:
@@ -266,7 +261,6 @@ def _scan(
     except BaseException:
         file.close()
         raise
-    num_damaged_bytes = file.num_bytes - FILE_HEADER_NUM_BYTES - sum(record.num_bytes for _, record in found)
-    if num_damaged_bytes:
-        logger.warning("%s is damaged: %d bytes of it are skipped", path, num_damaged_bytes)
+    if file.num_damaged_bytes:
+        logger.warning("%s is damaged: %d bytes of it are skipped", path, file.num_damaged_bytes)
     return file, found

@@ -224,8 +224,13 @@ class SegmentReads:
         tails = list(self._hold(reads))
 
         def release() -> None:
+            with self._state.lock:
+                for tail in tails:
+                    tail.segment.num_reads -= 1
             for tail in tails:
                 self._writer.release(tail.file)
+            if not all(tail.segment.is_indexed for tail in tails):
+                self._state.wake()
 
         chunks = sorted((chunk for tail in tails for chunk in tail.chunks()), key=lambda chunk: chunk.layer)
         asked: list[_Chunk] = []
@@ -262,13 +267,14 @@ class SegmentReads:
         state.counters.add(read_segments=len(good), read_bytes=read_bytes)
 
     def _hold(self, reads: Sequence[TailRead]) -> Iterator[_TailOfSegment]:
-        """The reads of what is still here. Their files are held."""
+        """The reads of what is still here. Their bytes and files stay until they end."""
         with self._state.lock:
             if not self._state.is_usable:
                 raise TierReadError("the SSD tier is closed, or left alone after an error")
             for read in reads:
                 segment: SsdSegment = read.run.segment
                 if segment.is_indexed:
+                    segment.num_reads += 1
                     segment.file.num_holds += 1
                     yield _TailOfSegment(read, segment.file, segment.offset)
                 else:

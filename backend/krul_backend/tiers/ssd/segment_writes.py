@@ -54,6 +54,7 @@ class SegmentWrites:
         self._open_tier = open_tier
         self._sequences = itertools.count(1)
         self.queue = WriteQueue(max_queued_bytes, state.counters)
+        state.wake = self.queue.wake
         # A daemon: a disk that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="ssd-write", daemon=True)
         self._thread.start()
@@ -89,6 +90,20 @@ class SegmentWrites:
                 "what was cleared is found here, but a daemon that starts after a crash would find it again"
             )
         self.queue.settle(dropped)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what was put is durable or given up, and what was dropped durably gone, if the disk is
+        used at all and nobody reads it; False if that takes longer."""
+        state, deadline_s = self._state, time.monotonic() + timeout_s
+        if not self.queue.flush(timeout_s):
+            return False
+
+        def is_settled() -> bool:
+            is_dropping = any(not segment.num_reads for segment in state.catalog.dead)
+            return not state.is_writable or not (is_dropping or self._writer.has_unsynced_holes)
+
+        with state.lock:
+            return state.given_back.wait_for(is_settled, max(deadline_s - time.monotonic(), 0.0))
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, for ``timeout_s`` at most; False if a write hangs even then."""
@@ -130,11 +145,16 @@ class SegmentWrites:
             except Exception:
                 logger.exception("writing to the SSD failed: the segments stay in DRAM only")
             self.queue.settle(items)
+            with self._state.lock:
+                self._state.given_back.notify_all()
         # Those that failed, once more.
         self._note_clears()
 
     def _write(self, items: Sequence[QueuedSegment]) -> None:
-        """Write a group of segments with one sync. Segments that fail are given up, and counted."""
+        """Write a group of segments with one sync. Segments that fail are given up, and counted.
+
+        Before them, what died since the last group is given back.
+        """
         if not self._state.is_writable:
             self._state.counters.skip("suspended", len(items))
             return
@@ -142,6 +162,7 @@ class SegmentWrites:
         appended: set[tuple[str, str]] = set()
         num_appended = 0
         try:
+            self._room.give_back()
             for item in items:
                 manifest = item.manifest
                 with self._state.lock:
@@ -193,13 +214,14 @@ class SegmentWrites:
         def publish(file: LogFile, offset: int) -> None:
             published.append(item)
             manifest = item.manifest
+            record = SegmentRecord.of(sequence, manifest, item.checksums, item.metadata)
+            segment = SsdSegment(record, file, offset)
             if state.is_being_cleared(manifest.model):
                 state.counters.skip("dropped")
+                state.catalog.dead.append(segment)
                 return
             state.counters.add(written_segments=1, written_bytes=manifest.num_bytes)
-            state.catalog.add(
-                SsdSegment(SegmentRecord.of(sequence, manifest, item.checksums, item.metadata), file, offset)
-            )
+            state.catalog.add(segment)
 
         return publish
 
@@ -226,13 +248,13 @@ class SegmentWrites:
                     del state.pending_clears[fingerprint]
             # While the tier opens, live bytes of the files are not all counted yet.
             if not state.is_given_up and not state.is_opening:
-                self._remove_dead_files()
+                self._give_back()
         for noted in pending.values():
             noted.set()
 
-    def _remove_dead_files(self) -> None:
+    def _give_back(self) -> None:
         try:
-            self._room.remove_dead()
+            self._room.give_back()
         except OSError as error:
             self._state.failed("failed removal", error)
 

@@ -100,12 +100,13 @@ class SsdTier(LowerTier):
             self._directory,
             self._state.lock,
             file_bytes,
+            self._recovery.can_punch,
             self._recovery.sizes,
             self._recovery.next_number,
         )
         self.reads = ReadQueue(MAX_READS_AT_ONCE, f"krul-read-{self.name}")
         self._reads = SegmentReads(self._state, self._writer, self._reader, self.reads)
-        self._room = Room(capacity_bytes, file_bytes, self._state, self._writer, self._reads)
+        self._room = Room(capacity_bytes, self._state, self._writer)
         try:
             self._measure()
         except OSError as error:
@@ -144,9 +145,9 @@ class SsdTier(LowerTier):
         try:
             self._disk.sync_directory(self._directory)
             remove_older_formats(self._disk, self._directory.parent)
-            self._room.remove_dead()
             # The cap may be smaller than it was when the files were written.
             self._room.make(0)
+            self._writer.commit()
         except OSError as error:
             self._state.failed("failed start", error)
         with self._state.lock:
@@ -175,7 +176,9 @@ class SsdTier(LowerTier):
                 for segment in segments[first : first + _MAX_ENTERED]:
                     model = segment.manifest.model
                     is_cleared = clears.is_cleared(model.fingerprint, segment.file.number)
-                    if not is_cleared and not state.is_being_cleared(model):
+                    if is_cleared or state.is_being_cleared(model):
+                        state.catalog.dead.append(segment)
+                    else:
                         state.catalog.remove_superseded(segment)
                         state.catalog.add(segment)
             if not go_on():
@@ -236,12 +239,13 @@ class SsdTier(LowerTier):
         return self._state.is_opening or super().may_hold(model, page_key)
 
     def discard(self, manifest: SegmentManifest) -> None:
-        """As ``LowerTier.discard``. At the next start, segments that were stored later replace the record."""
+        """As ``LowerTier.discard``. Durable after a ``flush``."""
         self._writes.queue.give_up(lambda item: item.manifest.shares_encoded_pages(manifest))
         with self._state.lock:
             if self._state.is_opening:
                 self._discarded.append(manifest)
             self._remove_like(manifest)
+        self._state.wake()
 
     def _remove_like(self, manifest: SegmentManifest) -> None:
         """Take out what holds a page of a segment and is encoded like it. Called with the lock held."""
@@ -261,7 +265,7 @@ class SsdTier(LowerTier):
         return self._reads.cost
 
     def flush(self, timeout_s: float) -> bool:
-        return self._writes.queue.flush(timeout_s)
+        return self._writes.flush(timeout_s)
 
     def clear(self, model: ModelIdentity | None = None) -> None:
         """As ``LowerTier.clear``.

@@ -1,0 +1,27 @@
+"""The benchmark of the SSD tier's space, on a small cap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scale import run, scale_table
+from krul_backend.tiers.ssd.room import Room
+
+
+def test_no_byte_is_written_twice_and_the_cap_is_filled(tmp_path: Path) -> None:
+    result = run(tmp_path, 32 << 20, seed=1)
+    written, used = (row["value"] for row in result["rows"])
+    assert 0.5 < used <= 1
+    assert written < 1.1
+    assert "| share of the cap in use when eviction begins |" in scale_table(result, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tier_that_gives_nothing_back_does_not_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Room, "make", lambda room, num_bytes: False)
+    with pytest.raises(Exception, match="not written"):
+        run(tmp_path, 32 << 20, seed=1)
