@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from benchmarks import runner
-from benchmarks.quality.model import load_model
+from benchmarks.quality.model import capture_attention, load_model
 from benchmarks.runner import Result
 from benchmarks.tables import Columns, cell, plain_table, source, table_of
 from krul_backend.attention.rows import attention_drawn, sample_positions
@@ -46,7 +46,7 @@ from krul_backend.codec.subspace.encoders import GroupEncoders
 from krul_backend.codec.subspace.sample import SegmentSample
 from krul_sglang.config import KrulConfig
 from krul_sglang.learning.command import cut_pieces, own_texts
-from krul_sglang.learning.reader import TextReader, capture_attention, pooled
+from krul_sglang.learning.reader import TextReader, pooled
 from krul_sglang.models.find import find_model
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def codec_rows(
 ) -> list[dict[str, Any]]:
     """Medians of the whole codec on the KV of one text: MB of KV in the pool's type, per second of the
     thread."""
-    history = reader.read_history(ids)
+    (history,) = reader.read_histories([ids])
     num_tokens, shape = len(ids), bases.shape
     pool_bytes = num_tokens * bases.num_layers * (shape.k_token_bytes + shape.v_token_bytes)
     codec = SubspaceCodec(bases, reader.rotary)

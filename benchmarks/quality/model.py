@@ -33,6 +33,15 @@ class Run:
     kv: tuple[LayerKV, ...]
 
 
+@torch.no_grad()
+def capture_attention(model: Any, ids: Sequence[int]) -> CapturedAttention:
+    """Run one forward over ``ids`` without a cache, and capture its attention."""
+    captured = CapturedAttention()
+    with observed_attention(model, captured.take):
+        model(torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
+    return captured
+
+
 class HistoryModel:
     """Wraps a model of the Llama, Qwen2 or Qwen3 family."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,7 @@ def build_cache(ctx: Any) -> Any:
             pool.num_layers,
             rotary,
             may_come=file.may_come if file is not None else lambda digest: False,
+            max_bases_bytes=runtime.share.bases or None,
         ),
         connection,
         num_ranks_here,
@@ -227,7 +229,7 @@ def build_cache(ctx: Any) -> Any:
     runtime.cache = create_unified_radix_cache(ctx, cache_class=make_cache)
     if file is not None:
         # Last, so that it disturbs no measurement.
-        file.learn(setup.restore_agreement, runtime.engine.add_bases)
+        file.learn(setup.restore_agreement, setup.codec.make_room_for_bases, runtime.engine.add_bases)
     return runtime.cache
 
 
@@ -345,7 +347,8 @@ def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
     """
     runtime = KrulRuntime.find(controller.scheduler)
     if runtime is not None:
-        result.internal_state[BACKEND_NAME] = runtime.linker.stats()
+        share = {"total": runtime.share.total_bytes, **asdict(runtime.share)}
+        result.internal_state[BACKEND_NAME] = {**runtime.linker.stats(), "device_share": share}
         result.internal_state[RESTORES] = runtime.linker.traces()
         result.internal_state[REASONS] = runtime.linker.reasons.as_text()
     return result

@@ -18,6 +18,8 @@ SUPPORTED_SGLANG = ("0.5.23",)
 PREPARE_SERVER_ARGS = "sglang.srt.server_args.prepare_server_args"
 SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
 INIT_ATTENTION = "sglang.srt.managers.scheduler.Scheduler.init_all_attention_backends"
+INIT_POOLS = "sglang.srt.managers.scheduler.Scheduler.init_memory_pools"
+POOL_BUDGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget"
 NEW_BATCH = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
 ON_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 CLOSE_SESSION = "sglang.srt.managers.scheduler.Scheduler.close_session"
@@ -74,6 +76,8 @@ _RESIDUAL = "sglang.srt.layers.layer_boundary.residual.batch"
 TARGETS = (
     Target(PREPARE_SERVER_ARGS, ("argv",), hooked=True),
     Target(SCHEDULER_INIT, ("self", "server_args"), hooked=True),
+    Target(INIT_POOLS, ("self",), hooked=True),
+    Target(POOL_BUDGET, ("self", "budget_bytes"), hooked=True),
     Target(INIT_ATTENTION, ("self",), hooked=True),
     Target("sglang.srt.speculative.base_spec_worker.BaseSpecWorker._draft_model_runners", ("self",)),
     Target(NEW_BATCH, ("self", "running_batch"), hooked=True),

@@ -92,6 +92,7 @@ class BasesFile:
         self._leader = model.tp_rank // ranks_per_host * ranks_per_host
         self._relearn_within = relearn_within
         self._relearn_at_s = 0.0
+        self._make_room: Callable[[int], None]
         self._prepare: Callable[[SubspaceCodec, bool], None]
         self._older = OlderBases(self.path, shared, self._add_older)
         learns_again = relearn_within is not None and model.tp_rank == self._leader
@@ -120,13 +121,20 @@ class BasesFile:
                 error,
             )
 
-    def learn(self, agreement: RankAgreement, prepare: Callable[[SubspaceCodec, bool], None]) -> None:
+    def learn(
+        self,
+        agreement: RankAgreement,
+        make_room: Callable[[int], None],
+        prepare: Callable[[SubspaceCodec, bool], None],
+    ) -> None:
         """Have the bases learned that ranks of this host lack. Every rank calls it at the same point.
 
-        Returns at once. From here on newer bases are taken whenever the file changes. ``prepare`` is called
-        on a thread with bases that came later, before any turn is stored in them, and whether they are older
-        ones, in which none will be.
+        Returns at once. From here on newer bases are taken whenever the file changes. On a thread
+        ``make_room`` is called with the bytes that bases which came later will take of the device, and raises
+        if they have no room; ``prepare`` with these bases, before any turn is stored in them, and whether
+        they are older ones, in which none will be.
         """
+        self._make_room = make_room
         self._prepare = prepare
         # What has no room now would have none either if it were learned.
         is_there = self.served.subspace is not None or self._has_no_room
@@ -238,6 +246,7 @@ class BasesFile:
 
     def _prepared(self, bases: ModelBases, *, is_older: bool) -> SubspaceCodec:
         """The codec of bases that came after the start, on the pool's device."""
+        self._make_room(bases.working_bytes)
         with self._pool.streams.as_current(), self._pool.streams.on_cores(self._num_cores):
             subspace = self._codec(bases)
             self._prepare(subspace, is_older)

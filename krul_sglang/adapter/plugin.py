@@ -21,13 +21,15 @@ def register() -> None:
     from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from krul_sglang.adapter import factory, hook_targets
+    from krul_sglang.adapter import device_share, factory, hook_targets
 
     if get_radix_cache_factory(factory.BACKEND_NAME) is not None:
         return
     register_radix_cache_backend(factory.BACKEND_NAME, factory.build_cache)
     HookRegistry.register(hook_targets.PREPARE_SERVER_ARGS, check_launch, HookType.AFTER)
     HookRegistry.register(hook_targets.SCHEDULER_INIT, factory.select_linker, HookType.BEFORE)
+    HookRegistry.register(hook_targets.INIT_POOLS, device_share.reserve_share, HookType.BEFORE)
+    HookRegistry.register(hook_targets.POOL_BUDGET, device_share.leave_share, HookType.AROUND)
     HookRegistry.register(hook_targets.INIT_ATTENTION, factory.attach_capture, HookType.AFTER)
     HookRegistry.register(hook_targets.NEW_BATCH, factory.look_ahead, HookType.AFTER)
     HookRegistry.register(hook_targets.ON_IDLE, factory.use_idle_time, HookType.BEFORE)

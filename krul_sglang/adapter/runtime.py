@@ -10,6 +10,7 @@ from krul_sglang.engine.common.transfer_gate import TransferGate
 
 if TYPE_CHECKING:
     # Hooks are registered in every process of SGLang, where these modules need not be imported.
+    from krul_sglang.adapter.device_share import DeviceShare
     from krul_sglang.adapter.linker import KrulLinker
     from krul_sglang.adapter.radix_cache import KrulRadixCache
     from krul_sglang.adapter.rank_engine import RankEngine
@@ -34,7 +35,9 @@ class KrulRuntime:
     # Before the scheduler is made.
     config: KrulConfig
     gate: TransferGate = field(default_factory=TransferGate, init=False)
-    # When the model is loaded, before CUDA graphs are captured.
+    # When the model is loaded, before SGLang sizes its KV pool.
+    share: DeviceShare = field(init=False)
+    # Before CUDA graphs are captured.
     draft_runners: tuple[Any, ...] = ()
     capture: QueryCapture | None = None
     # By the factory of the cache: before the linker is made, and when both are there.

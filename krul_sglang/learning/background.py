@@ -30,10 +30,6 @@ from krul_backend.errors import KrulError
 from krul_backend.memory import format_bytes, memory_limit_bytes
 from krul_sglang.models.checkpoint import Checkpoint
 
-_MEMORY_OF_WEIGHTS = 3
-"""Memory that the model takes, over the size of the weights' files: weights of 16 bits become float32, and
-what it computes with them comes on top."""
-
 
 class BackgroundLearningError(KrulError):
     """The process ended without bases; the text says why."""
@@ -116,14 +112,12 @@ class LearningProcess:
         self._process.stdin.close()
 
 
-def check_memory(num_weight_bytes: int, num_learning_bytes: int) -> None:
-    """Refuse to learn where it could take memory that the server needs. ``num_learning_bytes`` come on top of
-    the model's.
+def check_memory(needed: int) -> None:
+    """Refuse to learn where it could take memory that the server needs. ``needed``: bytes that it takes.
 
     Raises:
         BackgroundLearningError: it may take more than is free, or than half of what this process may have.
     """
-    needed = _MEMORY_OF_WEIGHTS * num_weight_bytes + num_learning_bytes
     allowed = min(psutil.virtual_memory().available, memory_limit_bytes() // 2)
     if needed > allowed:
         raise BackgroundLearningError(
@@ -150,11 +144,9 @@ def main() -> None:
     logging.getLogger("krul_sglang.learning").setLevel(logging.INFO)
     try:
         import torch
-        from transformers.utils.logging import disable_progress_bar
 
         from krul_sglang.learning.command import ensure_bases, memory_of_learning, relearn_bases
 
-        disable_progress_bar()
         checkpoint = Checkpoint(**given["checkpoint"])
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         learn: Callable[..., object] = ensure_bases
@@ -166,9 +158,7 @@ def main() -> None:
             Path(given["cache_dir"]),
             tell=lambda line: print(line, file=lines),
             tp_size=given["tp_size"],
-            before_loading=lambda: check_memory(
-                checkpoint.num_weight_bytes(), memory_of_learning(checkpoint, given["tp_size"])
-            ),
+            before_loading=lambda: check_memory(memory_of_learning(checkpoint, given["tp_size"])),
         )
     except Exception as error:
         if not isinstance(error, KrulError):

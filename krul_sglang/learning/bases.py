@@ -7,14 +7,18 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
+import torch
+
 from krul_backend.codec.layout import LayerKV, LayerShape
+from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases, vector_size
 from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
 from krul_backend.codec.subspace.learning import BasisLearner, LearningText
 from krul_backend.errors import KrulError
-from krul_sglang.learning.reader import TextReader
+from krul_sglang.learning.reader import History, ReadText, TextReader
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +28,12 @@ _MOST_CHANNELS = 5120
 """Channels of a group: keys and values of its layers, on one rank. Memory grows with their square, so wide
 layers are in smaller groups."""
 
-_SUMS_BYTES, _FIT_BYTES, _BASES_BYTES, _WORK_BYTES = 16, 16, 8, 64
-"""For each square of a group's channels: two fp64 matrices of sums, two of the fit, two fp32 ones of bases
+_SUMS_BYTES, _FIT_BYTES, _BASES_BYTES, _WORK_BYTES = 16, 8, 8, 64
+"""For each square of a group's channels: two fp64 matrices of sums, two fp32 ones of the fit, two of bases
 that keep all coefficients, and eight fp64 ones while a group is fitted."""
+
+_LOWERED_BYTES = 4
+"""The same of the two matrices in bf16 that a server has besides."""
 
 _LEAST_SHARE = 0.1
 """Of a divergence, at least so much is put down to errors of the tokens' own."""
@@ -84,48 +91,70 @@ def learn_bases(
         )
     num_measured = max(1, round(plan.measured_share * len(pieces)))
     # Spread over the pieces: neighbours come from one text.
-    measured = {(2 * index + 1) * len(pieces) // (2 * num_measured) for index in range(num_measured)}
+    of_measured = {(2 * index + 1) * len(pieces) // (2 * num_measured) for index in range(num_measured)}
     ranks = [heads_of_rank(reader.shape.num_kv_heads, rank, tp_size) for rank in range(tp_size)]
     shape = replace(reader.shape, num_kv_heads=len(ranks[0]))
     ends = plan.group_ends(reader.num_layers, vector_size(shape))
     learners = [BasisLearner(shape, ends) for _ in ranks]
-    num_read = 0
-    for number, ids in enumerate(pieces):
-        if number not in measured:
-            text = reader.read(ids, plan.num_read(ids), seed=number)
-            for heads, learner in zip(ranks, learners, strict=True):
-                learner.add(
-                    LearningText(
-                        _of_heads(text.layers, heads),
-                        _of_heads(text.gradients, heads),
-                        text.attention[:, _slice(heads)],
-                    )
-                )
-            num_read += 1
-            logger.info("read %d of %d pieces", num_read, len(pieces) - num_measured)
-    learned = []
-    for heads, learner in zip(ranks, learners, strict=True):
-        bases = learner.fit()
-        factors = [damage_ratio(reader, bases, heads, pieces[number], plan) for number in sorted(measured)]
-        factor = math.exp(sum(math.log(ratio) for ratio in factors) / len(factors))
+    texts = reader.read([(ids[: plan.num_read(ids)], ids[plan.num_read(ids) :]) for ids in pieces])
+    seeds = [number for number in range(len(pieces)) if number not in of_measured]
+    to_learn = reader.to_learn([texts[number] for number in seeds], seeds)
+    for number, layers in reversed([*enumerate(learners[0].groups)]):
+        # The last layer came first.
+        of_layers = [next(to_learn) for _ in layers][::-1]
+        of_texts = [_joined(layers_of_text) for layers_of_text in zip(*of_layers, strict=True)]
+        for heads, learner in zip(ranks, learners, strict=True):
+            learner.learn_group(number, [_of_rank(text, heads) for text in of_texts])
+    learned = [learner.bases() for learner in learners]
+    measured = [texts[number] for number in sorted(of_measured)]
+    of_ranks = damage_ratios(reader, learned, measured, plan.measured_damage)
+    for rank, (bases, ratios) in enumerate(zip(learned, of_ranks, strict=True)):
+        factor = math.exp(sum(map(math.log, ratios)) / len(ratios))
         logger.info(
             "damage is %.3g times what the metric says; ranks %s",
             factor,
             [group.rank for group in bases.groups],
         )
-        learned.append(ModelBases(bases.shape, bases.groups, factor))
+        learned[rank] = ModelBases(bases.shape, bases.groups, factor)
     return learned
 
 
+def _joined(layers: Sequence[LearningText]) -> LearningText:
+    """Layers of one text together."""
+    return LearningText(
+        [kv for layer in layers for kv in layer.layers],
+        [kv for layer in layers for kv in layer.gradients],
+        torch.cat([layer.attention for layer in layers]),
+    )
+
+
+def _of_rank(text: LearningText, heads: range) -> LearningText:
+    return LearningText(
+        _of_heads(text.layers, heads), _of_heads(text.gradients, heads), text.attention[:, _slice(heads)]
+    )
+
+
 def learning_num_bytes(shape: LayerShape, num_layers: int, tp_size: int) -> int:
-    """About the memory that learning takes beside the model: see ``learn_bases``. ``shape`` is that of all KV
-    heads."""
+    """About the memory that learning takes beside model and texts: see ``learn_bases``. ``shape`` is that of
+    all KV heads."""
     of_rank = replace(shape, num_kv_heads=len(heads_of_rank(shape.num_kv_heads, 0, tp_size)))
-    channels = vector_size(of_rank)
+    squares = _channel_squares(of_rank, num_layers)
+    # Of all ranks their fits and finished bases, and of one group its sums and what its fit works with.
+    of_one = (_SUMS_BYTES + _WORK_BYTES) * max(squares)
+    return tp_size * (_FIT_BYTES + _BASES_BYTES) * sum(squares) + of_one
+
+
+def most_bases_bytes(shape: LayerShape, num_layers: int) -> int:
+    """The memory that a rank's bases take on its device if they keep every coefficient. ``shape``: of its own
+    heads."""
+    return (_BASES_BYTES + _LOWERED_BYTES) * sum(_channel_squares(shape, num_layers))
+
+
+def _channel_squares(shape: LayerShape, num_layers: int) -> list[int]:
+    """The square of each group's channels, ``shape`` being that of one rank's heads."""
+    channels = vector_size(shape)
     ends = [0, *LearningPlan().group_ends(num_layers, channels)]
-    squares = [((end - first) * channels) ** 2 for first, end in pairwise(ends)]
-    # Of all ranks sums and finished bases, of one rank its fits, and of one group what its fit works with.
-    return (tp_size * (_SUMS_BYTES + _BASES_BYTES) + _FIT_BYTES) * sum(squares) + _WORK_BYTES * max(squares)
+    return [((end - first) * channels) ** 2 for first, end in pairwise(ends)]
 
 
 def heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:
@@ -143,54 +172,66 @@ def heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:
     raise LearningError(f"{num_kv_heads} KV heads cannot be shared by {tp_size} ranks")
 
 
-def damage_ratio(
-    reader: TextReader, bases: ModelBases, heads: range, ids: Sequence[int], plan: LearningPlan
-) -> float:
-    """The divergence that one text's compression causes over the one that ``bases``, those of ``heads``,
-    expect; less, on both sides, what is expected of errors that all tokens have in common."""
-    num_read = plan.num_read(ids)
-    text = reader.read_history(ids[:num_read])
-    codec = SubspaceCodec(bases, reader.rotary)
-    encoded = codec.encode(
-        _of_heads(text.layers, heads).__getitem__,
-        start_token=0,
-        num_tokens=num_read,
-        attention=text.attention[:, _slice(heads)],
-        max_damage=plan.measured_damage,
-    )
-    decoder = codec.open(encoded.params, start_token=0, num_tokens=num_read)
-    restored = []
-    for true, decoded in zip(text.layers, decoder.decode_all(encoded.blocks), strict=True):
-        k, v = true.k.clone(), true.v.clone()
-        k[:, _slice(heads)], v[:, _slice(heads)] = decoded.k, decoded.v
-        restored.append(LayerKV(k, v))
-    divergence = reader.divergence(ids[num_read:], text.layers, restored)
-    own = max(divergence - encoded.shift_damage, _LEAST_SHARE * divergence, _LEAST_DIVERGENCE)
-    return own / (encoded.damage - encoded.shift_damage)
+def damage_ratios(
+    reader: TextReader, of_ranks: Sequence[ModelBases], texts: Sequence[ReadText], max_damage: float
+) -> list[list[float]]:
+    """Of each rank, and each text, of which its bases keep the rank's heads within ``max_damage`` nats: the
+    divergence that this causes over the one that the bases expect; less, on both sides, what is expected of
+    errors that all tokens have in common."""
+    encoded, tried = [], []
+    for rank, bases in enumerate(of_ranks):
+        heads = heads_of_rank(reader.shape.num_kv_heads, rank, len(of_ranks))
+        codec = SubspaceCodec(bases, reader.rotary)
+        for text in texts:
+            true, num_tokens = text.history.layers, len(text.history.layers[0].k)
+            encoded.append(
+                codec.encode(
+                    _of_heads(true, heads).__getitem__,
+                    start_token=0,
+                    num_tokens=num_tokens,
+                    attention=text.history.attention[:, _slice(heads)],
+                    max_damage=max_damage,
+                )
+            )
+            decoder = codec.open(encoded[-1].params, start_token=0, num_tokens=num_tokens)
+            restored = decoder.decode_all(encoded[-1].blocks)
+            tried.append((text.after, true.__getitem__, partial(_replaced, true, restored, heads)))
+    ratios = []
+    for of_text, divergence in zip(encoded, reader.divergences(tried), strict=True):
+        own = max(divergence - of_text.shift_damage, _LEAST_SHARE * divergence, _LEAST_DIVERGENCE)
+        ratios.append(own / (of_text.damage - of_text.shift_damage))
+    return [ratios[first : first + len(texts)] for first in range(0, len(ratios), len(texts))]
+
+
+def _replaced(true: Sequence[LayerKV], restored: Sequence[LayerKV], heads: range, layer: int) -> LayerKV:
+    """A layer's KV, of which some heads were stored."""
+    k, v = true[layer].k.clone(), true[layer].v.clone()
+    k[:, _slice(heads)], v[:, _slice(heads)] = restored[layer].k, restored[layer].v
+    return LayerKV(k, v)
 
 
 def stored_num_bytes(
-    reader: TextReader, of_ranks: Sequence[ModelBases], pieces: Sequence[Sequence[int]], max_damage: float
+    rotary: RotaryTable, of_ranks: Sequence[ModelBases], texts: Sequence[History], max_damage: float
 ) -> int:
     """Bytes that texts take in the bases of all ranks, each text as a turn that may lose ``max_damage`` nats;
     natively if the bases cannot represent it within that."""
     limit, total = max_damage / len(of_ranks), 0
-    for ids in pieces:
-        text = reader.read_history(ids)
+    for text in texts:
+        num_tokens, num_heads = len(text.layers[0].k), text.layers[0].k.shape[1]
         for rank, bases in enumerate(of_ranks):
-            heads = heads_of_rank(reader.shape.num_kv_heads, rank, len(of_ranks))
-            codec = SubspaceCodec(bases, reader.rotary)
+            heads = heads_of_rank(num_heads, rank, len(of_ranks))
+            codec = SubspaceCodec(bases, rotary)
             layers, attention = _of_heads(text.layers, heads), text.attention[:, _slice(heads)]
             outside = codec.outside(
-                layers.__getitem__, start_token=0, num_tokens=len(ids), attention=attention
+                layers.__getitem__, start_token=0, num_tokens=num_tokens, attention=attention
             )
             if outside > MOST_OUTSIDE * limit:
-                total += len(ids) * bases.num_layers * vector_size(bases.shape) * bases.shape.dtype.itemsize
+                total += num_tokens * bases.num_layers * vector_size(bases.shape) * bases.shape.dtype.itemsize
             else:
                 encoded = codec.encode(
                     layers.__getitem__,
                     start_token=0,
-                    num_tokens=len(ids),
+                    num_tokens=num_tokens,
                     attention=attention,
                     max_damage=limit,
                 )

@@ -11,12 +11,13 @@ from typing import Any
 
 import orjson
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 import krul_backend
 import krul_sglang
-from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.subspace.bases import ModelBases, replace_bases
+from krul_backend.codec.subspace.bases import ModelBases, replace_bases, vector_size
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from krul_sglang.learning.bases import (
@@ -26,7 +27,7 @@ from krul_sglang.learning.bases import (
     learning_num_bytes,
     stored_num_bytes,
 )
-from krul_sglang.learning.reader import POOL_DTYPE, TextReader
+from krul_sglang.learning.reader import TextReader, kv_shape
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 
 _CHATS = Path(krul_sglang.__file__).parent / "assets" / "chats.json"
@@ -195,8 +196,9 @@ def relearn_bases(
         own = cut_pieces(tokenizer, own_texts(), plan.text_tokens, NUM_PIECES)
         tell(f"learning again from {len(own)} pieces of the program's text and {len(read)} of recent turns")
         learned = learn_bases(reader, [*own, *read], plan, tp_size)
+        texts = reader.read_histories(held_out)
         old, new = (
-            stored_num_bytes(reader, of_ranks, held_out, max_damage) for of_ranks in (before, learned)
+            stored_num_bytes(reader.rotary, of_ranks, texts, max_damage) for of_ranks in (before, learned)
         )
         tell(f"recent text takes {new / old:.2f} times the bytes that it took")
         if new > _CLEARLY_LESS * old:
@@ -209,33 +211,77 @@ def relearn_bases(
 
 
 def memory_of_learning(checkpoint: Checkpoint, tp_size: int) -> int:
-    """About the bytes that learning the bases of a checkpoint takes beside its model.
+    """About the bytes that learning the bases of a checkpoint takes on a CPU.
 
     Raises:
         LearningError: heads that ``tp_size`` ranks cannot share.
     """
     config = AutoConfig.from_pretrained(checkpoint.path, revision=checkpoint.revision)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = LayerShape(config.num_key_value_heads, head_dim, head_dim, POOL_DTYPE)
-    return learning_num_bytes(shape, config.num_hidden_layers, tp_size)
+    plan, num_layers, shape = LearningPlan(), config.num_hidden_layers, kv_shape(config)
+    # In float32: both ends of the model, one layer as it comes from files of 16 bits, and predictions.
+    ends = 2 * 4 * config.vocab_size * config.hidden_size
+    layer = 3 * checkpoint.num_weight_bytes() // num_layers
+    num_predicted = plan.text_tokens - plan.read_tokens
+    predictions = 4 * 8 * num_predicted * config.vocab_size
+    token_bytes = plan.read_tokens * vector_size(shape) * shape.dtype.itemsize
+    texts = NUM_PIECES * num_layers * (token_bytes + num_predicted * 4 * config.hidden_size)
+    return ends + layer + predictions + texts + learning_num_bytes(shape, num_layers, tp_size)
 
 
 def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
-    """The tokenizer and the model of a checkpoint."""
-    path, revision = checkpoint.path, checkpoint.revision
+    """The tokenizer of a checkpoint, and what reads with its model: of that both ends are on the device from
+    now on, and each layer while it is at work."""
+    # One for each layer would say nothing.
+    disable_progress_bar()
     # As SGLang does: only weights are in the download directory, so nothing else is looked for there.
-    tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=AutoConfig.from_pretrained(path, revision=revision),
-        generation_config=GenerationConfig(),
-        revision=revision,
-        cache_dir=checkpoint.download_dir,
-        # Few CPUs compute fast in the 16-bit types that checkpoints have.
-        dtype=torch.float32 if Device.named(device).shares_cores else "auto",
-        attn_implementation="sdpa",
-    )
-    return tokenizer, TextReader(model.to(device).train(False))
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.path, revision=checkpoint.revision)
+    config = AutoConfig.from_pretrained(checkpoint.path, revision=checkpoint.revision)
+    # Few CPUs compute fast in the 16-bit types that checkpoints have.
+    dtype = torch.float32 if Device.named(device).shares_cores else "auto"
+
+    def part(layer: int | None) -> Any:
+        read: Any = _part_of_model(config, layer).from_pretrained(
+            checkpoint.path,
+            config=config,
+            generation_config=GenerationConfig(),
+            revision=checkpoint.revision,
+            cache_dir=checkpoint.download_dir,
+            dtype=dtype,
+            attn_implementation="sdpa",
+        )
+        return read.to(device).train(False).requires_grad_(False)
+
+    ends = part(None)
+
+    def load_layer(layer: int) -> Any:
+        module = part(layer).model.layers[layer]
+        for each in module.modules():
+            if hasattr(each, "config"):
+                # There attention is observed.
+                each.config = ends.config
+        return module
+
+    return tokenizer, TextReader(ends, load_layer=load_layer)
+
+
+def _part_of_model(config: Any, layer: int | None) -> Any:
+    """The class of a configuration's models, with nothing but one layer; or with all else, if None."""
+    whole: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+    class Part(whole):  # type: ignore[misc]
+        # Everything else that is in the files.
+        _keys_to_ignore_on_load_unexpected = (".*",)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for number in range(len(self.model.layers)):
+                if number != layer:
+                    self.model.layers[number] = nn.Identity()
+            if layer is not None:
+                self.model.embed_tokens = self.model.norm = self.lm_head = nn.Identity()
+                self.all_tied_weights_keys = {}
+
+    return Part
 
 
 def _learn(

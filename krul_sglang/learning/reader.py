@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,11 +21,16 @@ from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.learning import LearningText
 
+logger = logging.getLogger(__name__)
+
 POOL_DTYPE = torch.bfloat16
 """What a server's KV pool holds; the model itself may compute in another dtype."""
 
 
 _NAME = "krul_capture"
+
+ReadKV = Callable[[int], LayerKV]
+"""Reads one layer's KV of a text."""
 
 OnLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 """``(layer, queries [R, H, D], keys [T, Hkv, D], values [T, Hkv, D], scaling)`` of the first sequence."""
@@ -97,91 +104,201 @@ class CapturedAttention:
         return QueryRows(queries, positions, torch.arange(num_heads) // group, self.scaling)
 
 
-@torch.no_grad()
-def capture_attention(model: Any, ids: Sequence[int]) -> CapturedAttention:
-    """Run one forward over ``ids`` without a cache, and capture its attention."""
-    captured = CapturedAttention()
-    with observed_attention(model, captured.take):
-        model(torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
-    return captured
-
-
 @dataclass(frozen=True, eq=False)
 class History:
     """The KV of a text, ``layers`` as a server's pool holds it, and ``attention [L, Hkv, T]``; see
-    ``GroupBasis.token_worth``."""
+    ``GroupBasis.token_worth``. All of it on the host."""
 
     layers: Sequence[LayerKV]
     attention: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class ReadText:
+    """A text that was read: its ``history``, and the tokens ``after`` it, which the model predicts there.
+
+    ``inputs``: of these tokens the hidden states ``[N, any]`` at the entrance of each layer and behind the
+    last one, on the host; none without such tokens.
+    """
+
+    history: History
+    after: Sequence[int]
+    inputs: Sequence[torch.Tensor]
+
+
 class TextReader:
     """Reads with a model of the Llama, Qwen2 or Qwen3 family, whose parameters need no gradients.
+
+    It goes through the model layer by layer, each time with all texts, so that one layer at a time needs to
+    be there. ``load_layer``: gives a layer's module on the model's device, of a model that is here without
+    its layers; None if it has them. Between layers hidden states lie on the host.
 
     ``query_rows``: queries of a text by which the attention that its tokens draw is measured.
     """
 
-    def __init__(self, model: Any, *, query_rows: int = 256) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        query_rows: int = 256,
+        load_layer: Callable[[int], Any] | None = None,
+    ) -> None:
         self._model = model
         self._query_rows = query_rows
+        self._load_layer = model.model.layers.__getitem__ if load_layer is None else load_layer
         config = model.config
         self.num_layers: int = config.num_hidden_layers
-        head_dim: int = model.model.layers[0].self_attn.head_dim
-        self.shape = LayerShape(config.num_key_value_heads, head_dim, head_dim, POOL_DTYPE)
-        self.rotary = rotary_table(model, config.max_position_embeddings)
+        self.shape = kv_shape(config)
+        on_device = rotary_table(model, config.max_position_embeddings)
+        self.rotary = RotaryTable(on_device.cos.cpu(), on_device.sin.cpu(), is_neox=on_device.is_neox)
         model.requires_grad_(False)
 
-    def read(self, ids: Sequence[int], num_read: int, seed: int) -> LearningText:
-        """Learn from the first ``num_read`` tokens; the others are what the model predicts after them.
-
-        ``seed`` draws the predicted tokens. Raises ValueError unless there are tokens in both parts.
-        """
-        if not 0 < num_read < len(ids):
-            raise ValueError(f"{num_read} of {len(ids)} tokens cannot be read with some left to predict")
-        text = self.read_history(ids[:num_read])
-        positions = torch.arange(num_read)
-        gradients = [
-            LayerKV(self.rotary.pull_back(kv.k, positions), kv.v)
-            for kv in self._gradients(text.layers, ids[num_read:], seed)
-        ]
-        layers = [LayerKV(self.rotary.unrotate(kv.k, positions), kv.v) for kv in text.layers]
-        return LearningText(layers, gradients, text.attention)
-
-    def read_history(self, ids: Sequence[int]) -> History:
-        """The KV of a text as a server's pool would hold it, and the attention that its tokens draw."""
-        captured = capture_attention(self._model, ids)
-        rows = captured.rows(sample_positions(0, len(ids), self._query_rows))
-        attention = attention_drawn(rows, captured.read_keys, 0, len(ids))
-        return History([pooled(kv) for kv in captured.layers], attention)
+    def read_histories(self, texts: Sequence[Sequence[int]]) -> list[History]:
+        """The KV of texts as a server's pool would hold it, and the attention that their tokens draw."""
+        return [read.history for read in self.read([(ids, ()) for ids in texts])]
 
     @torch.no_grad()
-    def divergence(self, ids: Sequence[int], true: Sequence[LayerKV], other: Sequence[LayerKV]) -> float:
-        """Run ``ids`` after the true history and after the other one. Return the KL divergence of their
-        predictions, in nats per token."""
-        predictions = [
-            self._model(self._batch(ids), past_key_values=dynamic_cache(self._model, layers), use_cache=True)
-            .logits[0]
-            .double()
-            .log_softmax(-1)
-            for layers in (true, other)
-        ]
-        return float(F.kl_div(predictions[1], predictions[0], reduction="batchmean", log_target=True))
+    def read(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[ReadText]:
+        """Read the first tokens of each text, and then the others, which see the first ones as a server's
+        pool would hold them.
 
-    def _gradients(self, layers: Sequence[LayerKV], ids: Sequence[int], seed: int) -> list[LayerKV]:
-        """Gradients with respect to ``layers``, keys as they are, of a sample of the predictions after
-        them."""
-        leaves = [LayerKV(kv.k.float().requires_grad_(), kv.v.float().requires_grad_()) for kv in layers]
-        cache = dynamic_cache(self._model, leaves)
-        logits = self._model(self._batch(ids), past_key_values=cache, use_cache=True).logits[0].float()
-        log_probabilities = logits.log_softmax(-1)
+        Raises:
+            ValueError: a text without first tokens.
+        """
+        if not all(history for history, _ in texts):
+            raise ValueError("a text without tokens cannot be read")
+        hidden = [self._embedded(ids) for ids, _ in texts]
+        inputs = [[self._embedded(after)] if after else [] for _, after in texts]
+        layers: list[list[LayerKV]] = [[] for _ in texts]
+        attention: list[list[torch.Tensor]] = [[] for _ in texts]
+        for layer in range(self.num_layers):
+            with self._only(layer):
+                for number, (ids, after) in enumerate(texts):
+                    captured = CapturedAttention()
+                    with observed_attention(self._model, captured.take):
+                        hidden[number] = self._passed(hidden[number]).cpu()
+                    rows = captured.rows(sample_positions(0, len(ids), self._query_rows))
+                    attention[number].append(attention_drawn(rows, captured.read_keys, 0, len(ids)).cpu())
+                    kv = pooled(captured.layers[0])
+                    layers[number].append(LayerKV(kv.k.cpu(), kv.v.cpu()))
+                    if after:
+                        inputs[number].append(self._passed(inputs[number][-1], kv).cpu())
+            logger.info("read layer %d of %d", layer + 1, self.num_layers)
+        histories = [History(kv, torch.cat(drawn)) for kv, drawn in zip(layers, attention, strict=True)]
+        return [
+            ReadText(history, after, entered)
+            for history, (_, after), entered in zip(histories, texts, inputs, strict=True)
+        ]
+
+    def to_learn(self, texts: Sequence[ReadText], seeds: Sequence[int]) -> Iterator[list[LearningText]]:
+        """What bases are learned from, of each text one layer after the other, the last layer first. Each has
+        tokens after its history; its seed draws the predicted tokens.
+        """
+        with self._only(None):
+            gradients = [self._of_predictions(text, seed) for text, seed in zip(texts, seeds, strict=True)]
+        for layer in reversed(range(self.num_layers)):
+            found = []
+            with self._only(layer):
+                for number, text in enumerate(texts):
+                    kv, positions = text.history.layers[layer], torch.arange(len(text.history.layers[0].k))
+                    leaves = LayerKV(self._leaf(kv.k.float()), self._leaf(kv.v.float()))
+                    entering = self._leaf(text.inputs[layer])
+                    self._passed(entering, leaves).backward(gradients[number].to(entering.device))
+                    gradients[number] = _gradient(entering).cpu()
+                    k, v = _gradient(leaves.k).cpu(), _gradient(leaves.v).cpu()
+                    found.append(
+                        LearningText(
+                            [LayerKV(self.rotary.unrotate(kv.k, positions), kv.v)],
+                            [LayerKV(self.rotary.pull_back(k, positions), v)],
+                            text.history.attention[layer : layer + 1],
+                        )
+                    )
+            logger.info("weighed errors in layer %d of %d", layer + 1, self.num_layers)
+            yield found
+
+    @torch.no_grad()
+    def divergences(self, texts: Sequence[tuple[Sequence[int], ReadKV, ReadKV]]) -> list[float]:
+        """Of each text: predict its ids after the true history, and after the other one, both layer by layer.
+        Returns the KL divergence of these predictions, in nats per token."""
+        histories = [history for _, *both in texts for history in both]
+        hidden = [self._embedded(ids) for ids, *both in texts for _ in both]
+        for layer in range(self.num_layers):
+            with self._only(layer):
+                hidden = [
+                    self._passed(entering, history(layer)).cpu()
+                    for entering, history in zip(hidden, histories, strict=True)
+                ]
+        found = []
+        with self._only(None):
+            for true, other in zip(hidden[::2], hidden[1::2], strict=True):
+                predictions = [self._logits(each).double().log_softmax(-1) for each in (other, true)]
+                found.append(float(F.kl_div(*predictions, reduction="batchmean", log_target=True)))
+        return found
+
+    def _of_predictions(self, text: ReadText, seed: int) -> torch.Tensor:
+        """The gradients ``[N, any]`` of a sample of a text's predictions with respect to what enters the
+        model's end."""
+        entering = self._leaf(text.inputs[-1])
+        log_probabilities = self._logits(entering).float().log_softmax(-1)
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.multinomial(log_probabilities.detach().exp().cpu(), 1, generator=generator)
-        chosen = log_probabilities.gather(1, drawn.to(logits.device))
-        (chosen.sum() / len(ids) ** 0.5).backward()
-        return [LayerKV(_gradient(kv.k), _gradient(kv.v)) for kv in leaves]
+        chosen = log_probabilities.gather(1, drawn.to(log_probabilities.device))
+        (chosen.sum() / len(text.after) ** 0.5).backward()
+        return _gradient(entering).cpu()
 
-    def _batch(self, ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([list(ids)], device=self._model.device)
+    def _leaf(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the model's device that gets gradients."""
+        return values.detach().to(self._model.device, copy=True).requires_grad_()
+
+    def _embedded(self, ids: Sequence[int]) -> torch.Tensor:
+        """What enters the first layer, on the host: ``[T, any]``."""
+        of_model = torch.tensor(list(ids), device=self._model.device)
+        return self._model.get_input_embeddings()(of_model).cpu()
+
+    def _passed(self, hidden: torch.Tensor, before: LayerKV | None = None) -> torch.Tensor:
+        """What leaves the layer that is here when ``hidden [T, any]`` enters it, after the KV ``before``."""
+        past = None if before is None else dynamic_cache(self._model, [before])
+        entering = hidden.to(self._model.device)[None]
+        left: torch.Tensor = self._model.model(
+            inputs_embeds=entering, past_key_values=past, use_cache=past is not None
+        ).last_hidden_state[0]
+        return left
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[T, V]``, of what leaves the last layer."""
+        logits: torch.Tensor = self._model(
+            inputs_embeds=hidden.to(self._model.device)[None], use_cache=False
+        ).logits[0]
+        return logits
+
+    @contextmanager
+    def _only(self, layer: int | None) -> Iterator[None]:
+        """Within this context the model is this one layer without the end; or only the end, if None."""
+        base, config = self._model.model, self._model.config
+        before = base.layers, base.norm, getattr(config, "layer_types", None)
+        modules = []
+        if layer is not None:
+            modules = [self._load_layer(layer)]
+            # In a cache of one layer it is the first.
+            modules[0].self_attn.layer_idx = 0
+            base.norm = nn.Identity()
+            if before[2] is not None:
+                config.layer_types = before[2][layer : layer + 1]
+        base.layers = nn.ModuleList(modules)
+        try:
+            yield
+        finally:
+            base.layers, base.norm, types = before
+            if types is not None:
+                config.layer_types = types
+            for module in modules:
+                module.self_attn.layer_idx = layer
+
+
+def kv_shape(config: Any) -> LayerShape:
+    """The KV of a layer as a server's pool holds it, for a Hugging Face configuration."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return LayerShape(config.num_key_value_heads, head_dim, head_dim, POOL_DTYPE)
 
 
 def rotary_table(model: Any, max_positions: int) -> RotaryTable:

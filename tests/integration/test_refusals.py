@@ -34,7 +34,7 @@ def launch(
     ]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if python_path is not None:
-        env["PYTHONPATH"] = str(python_path)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(python_path), env.get("PYTHONPATH")]))
     if path is not None:
         env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
     # A session of its own, so that every process it started can be told from others.
@@ -131,3 +131,16 @@ def test_a_server_whose_hooks_are_missing_does_not_serve(
     assert result.returncode != 0
     assert "IncompatibleEngineError" in result.stdout + result.stderr
     assert "Scheduler.__init__" in result.stdout + result.stderr
+
+
+def test_a_device_without_room_for_krul_stops_the_server(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """SGLang asks with the memory that it has found for its pool, of which krul's share is taken off."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from krul_sglang.adapter.device_share import DeviceShare\n"
+        "DeviceShare.of = classmethod(lambda cls, *of_rank: cls(loading=1 << 60))\n"
+    )
+    result = launch(tiny_models["float32"], "--max-total-tokens", "1024", python_path=tmp_path)
+    assert result.returncode != 0
+    assert "krul needs 1048576.0 TiB of that: raise --mem-fraction-static" in result.stdout + result.stderr

@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "daemon.__main__": {"daemon.cli"},
     "models": {"config"},
     "learning": {"attention", "codec", "models"},
-    "sizing": {"learning", "planner"},
+    "sizing": {"codec", "learning", "planner"},
     "engine.common": {"codec", "config", "daemon.client", "models"},
     "engine.capture": {"attention"},
     "engine.save": {
@@ -47,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
         *("engine.common", "engine.restore", "engine.save"),
     },
     "adapter": {
-        *("codec", "planner", "strategy", "tiers.common", "config", "learning", "models"),
+        *("attention", "codec", "planner", "strategy", "tiers.common", "config", "learning", "models"),
         *("engine.budget", "engine.capture", "engine.common", "engine.restore", "engine.save"),
     },
     "config": {"codec", "planner", "strategy", "tiers.common"},

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner, Result
 
+from benchmarks.quality.model import capture_attention
 from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import ModelBases, vector_size
@@ -21,15 +27,17 @@ from krul_backend.codec.subspace.learning import LearningText
 from krul_backend.errors import CodecError
 from krul_sglang.cli import app as cli
 from krul_sglang.learning import bases as learning
+from krul_sglang.learning import command
 from krul_sglang.learning.bases import (
     LearningError,
     LearningPlan,
-    damage_ratio,
+    damage_ratios,
     learn_bases,
     learning_num_bytes,
 )
 from krul_sglang.learning.command import cut_pieces, own_texts, read_texts
-from krul_sglang.learning.reader import TextReader, dynamic_cache
+from krul_sglang.learning.reader import History, TextReader, dynamic_cache, pooled
+from krul_sglang.models.checkpoint import Checkpoint
 from tests.support.tiny_model import build_tiny_model, random_llama
 
 NUM_LAYERS = 3
@@ -74,14 +82,28 @@ def likelihood(layers: list[LayerKV], after: list[int], drawn: torch.Tensor) -> 
     return float(log_probabilities(layers, after).gather(1, drawn).sum())
 
 
+def history_of(tokens: Sequence[int]) -> History:
+    (history,) = reader().read_histories([tokens])
+    return history
+
+
+def text_of(tokens: Sequence[int], num_read: int, seed: int) -> LearningText:
+    """What is learned from one text, all layers of it."""
+    texts = reader().read([(tokens[:num_read], tokens[num_read:])])
+    layers = [layer for (layer,) in reader().to_learn(texts, [seed])][::-1]
+    return LearningText(
+        [layer.layers[0] for layer in layers],
+        [layer.gradients[0] for layer in layers],
+        torch.cat([layer.attention for layer in layers]),
+    )
+
+
 @pytest.mark.parametrize("seed", [0, 5])
 def test_gradients_are_the_finite_differences_of_the_sampled_text(seed: int) -> None:
     tokens = ids(52, seed)
     after = tokens[NUM_READ:]
-    text = reader().read(tokens, NUM_READ, seed)
-    history = [
-        LayerKV(kv.k.double(), kv.v.double()) for kv in reader().read_history(tokens[:NUM_READ]).layers
-    ]
+    text = text_of(tokens, NUM_READ, seed)
+    history = [LayerKV(kv.k.double(), kv.v.double()) for kv in history_of(tokens[:NUM_READ]).layers]
     with torch.no_grad():
         probabilities = log_probabilities(history, after).float().exp()
         drawn = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(seed))
@@ -110,9 +132,8 @@ def test_gradients_are_the_finite_differences_of_the_sampled_text(seed: int) -> 
 
 
 def test_a_text_has_keys_without_rotary_embedding_and_attention_of_all_tokens() -> None:
-    text = reader().read(ids(52), NUM_READ, 0)
-    assert isinstance(text, LearningText)
-    history = reader().read_history(ids(52)[:NUM_READ])
+    text = text_of(ids(52), NUM_READ, 0)
+    history = history_of(ids(52)[:NUM_READ])
     for bare, kv in zip(text.layers, history.layers, strict=True):
         assert kv.k.dtype is kv.v.dtype is torch.bfloat16
         rotated = reader().rotary.rotate(bare.k, torch.arange(NUM_READ))
@@ -133,10 +154,30 @@ def test_a_text_has_keys_without_rotary_embedding_and_attention_of_all_tokens() 
     torch.testing.assert_close(text.attention[1, 0], expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_read", [0, 52, 60])
-def test_both_parts_of_a_text_have_tokens(num_read: int) -> None:
+def test_a_text_has_tokens() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        reader().read(ids(52), num_read, 0)
+        reader().read([(ids(52), ()), ((), ids(52))])
+
+
+def test_texts_that_are_read_together_are_read_as_each_alone() -> None:
+    """They pass a layer one after the other: nothing of one is left there for the next."""
+    tokens = [ids(52), ids(80, 1), ids(30, 2)]
+    together = reader().read([(each[:20], each[20:]) for each in tokens])
+    for each, one in zip(tokens, together, strict=True):
+        (alone,) = reader().read([(each[:20], each[20:])])
+        assert torch.equal(one.inputs[-1], alone.inputs[-1])
+        assert torch.equal(one.history.attention, alone.history.attention)
+        for kv, expected in zip(one.history.layers, alone.history.layers, strict=True):
+            assert torch.equal(kv.k, expected.k)
+            assert torch.equal(kv.v, expected.v)
+
+
+def test_the_kv_of_layers_one_by_one_is_that_of_the_whole_model() -> None:
+    tokens = ids(52)
+    captured = capture_attention(reader()._model, tokens)
+    for kv, whole in zip(history_of(tokens).layers, map(pooled, captured.layers), strict=True):
+        assert torch.equal(kv.k, whole.k)
+        assert torch.equal(kv.v, whole.v)
 
 
 @settings(max_examples=40, deadline=None)
@@ -161,16 +202,21 @@ def test_pull_back_is_the_transpose_of_rotate(
     assert torch.equal(pulled[..., rotary_dim:], gradients[..., rotary_dim:])
 
 
+def divergence(after: Sequence[int], true: Sequence[LayerKV], other: Sequence[LayerKV]) -> float:
+    (found,) = reader().divergences([(after, true.__getitem__, other.__getitem__)])
+    return found
+
+
 def test_divergence_is_that_of_the_definition_and_none_from_itself() -> None:
     tokens = ids(52)
-    history = list(reader().read_history(tokens[:NUM_READ]).layers)
-    assert reader().divergence(tokens[NUM_READ:], history, history) == 0
+    history = list(history_of(tokens[:NUM_READ]).layers)
+    assert divergence(tokens[NUM_READ:], history, history) == 0
     other = [*history[:1], LayerKV(history[1].k, history[1].v * 1.5), *history[2:]]
     with torch.no_grad():
         true, changed = (log_probabilities(each, tokens[NUM_READ:]) for each in (history, other))
     expected = float((true.exp() * (true - changed)).sum(-1).mean())
     assert expected > 1e-4
-    assert reader().divergence(tokens[NUM_READ:], history, other) == pytest.approx(expected, rel=1e-6)
+    assert divergence(tokens[NUM_READ:], history, other) == pytest.approx(expected, rel=1e-6)
 
 
 def test_learned_bases_store_a_text_that_they_have_not_seen() -> None:
@@ -178,7 +224,7 @@ def test_learned_bases_store_a_text_that_they_have_not_seen() -> None:
     assert [group.layers for group in bases.groups] == [range(2), range(2, 3)]
     assert 0 < bases.damage_factor < 10
     tokens = ids(PLAN.text_tokens, seed=77)
-    text = reader().read_history(tokens[: PLAN.read_tokens])
+    text = history_of(tokens[: PLAN.read_tokens])
     codec = SubspaceCodec(bases, reader().rotary)
     sizes, divergences = [], []
     for limit in (0.01, 0.1):
@@ -191,7 +237,7 @@ def test_learned_bases_store_a_text_that_they_have_not_seen() -> None:
         )
         decoder = codec.open(encoded.params, start_token=0, num_tokens=PLAN.read_tokens)
         restored = decoder.decode_all(encoded.blocks)
-        divergences.append(reader().divergence(tokens[PLAN.read_tokens :], text.layers, restored))
+        divergences.append(divergence(tokens[PLAN.read_tokens :], text.layers, restored))
         sizes.append(encoded.num_bytes)
         # A second-order model of one text's divergence, by the mean over three other texts.
         assert limit / 4 < divergences[-1] < 4 * limit
@@ -203,7 +249,9 @@ def test_learned_bases_store_a_text_that_they_have_not_seen() -> None:
 def test_the_factor_is_what_texts_lost_over_what_was_expected() -> None:
     # Of four pieces the third is measured, which is one in five at least.
     plain = ModelBases(learned().shape, learned().groups)
-    ratio = damage_ratio(reader(), plain, range(plain.shape.num_kv_heads), ids(PLAN.text_tokens, 2), PLAN)
+    tokens, num_read = ids(PLAN.text_tokens, 2), PLAN.read_tokens
+    texts = reader().read([(tokens[:num_read], tokens[num_read:])])
+    ((ratio,),) = damage_ratios(reader(), [plain], texts, PLAN.measured_damage)
     assert learned().damage_factor == pytest.approx(ratio, rel=1e-6)
 
 
@@ -249,9 +297,19 @@ def test_memory_of_learning_grows_with_the_groups_and_the_square_of_their_width(
     heads, head_dim = 8, 128
     shape = LayerShape(heads, head_dim, head_dim, torch.bfloat16)
     wide = 2 * 2 * heads * head_dim  # two layers of Llama-3-8B
-    assert learning_num_bytes(shape, 32, 1) == (16 * (16 + 16 + 8) + 64) * wide**2
+    assert learning_num_bytes(shape, 32, 1) == (16 * (8 + 8) + 16 + 64) * wide**2
     narrow = 5 * 2 * head_dim  # five layers of one head
-    assert learning_num_bytes(shape, 80, 8) == (16 * (8 * (16 + 8) + 16) + 64) * narrow**2
+    assert learning_num_bytes(shape, 80, 8) == (16 * 8 * (8 + 8) + 16 + 64) * narrow**2
+
+
+@pytest.mark.parametrize("tp_size", [1, 8])
+def test_a_model_of_70_billion_parameters_is_learned_within_48_gib(tmp_path: Path, tp_size: int) -> None:
+    sizes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "vocab_size": 128256}
+    LlamaConfig(**sizes, num_key_value_heads=8).save_pretrained(tmp_path)
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        # Their size, without their bytes.
+        weights.truncate(141_107_412_992)
+    assert 20 << 30 < command.memory_of_learning(Checkpoint(str(tmp_path)), tp_size) < 48 << 30
 
 
 class Letters:
@@ -390,3 +448,46 @@ def test_the_command_checks_its_arguments_first(model_path: Path, tmp_path: Path
         assert message in result.stderr
     result = learn(model_path, tmp_path / "file", "--pieces", 1)
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_a_checkpoint_is_learned_from_one_layer_at_a_time(
+    tmp_path: Path, num_experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bases are those of the whole model in memory, of whose layers never more than one is loaded."""
+    path = build_tiny_model(
+        tmp_path / "m",
+        num_layers=3,
+        hidden_size=64,
+        head_dim=16,
+        max_positions=512,
+        vocab_size=64,
+        num_experts=num_experts,
+    )
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train(False)
+    _, by_layers = command._load(Checkpoint(str(path)), "cpu")
+    assert not [*by_layers._model.model.layers.parameters()]
+    living: list[weakref.ref[Any]] = []
+    load = by_layers._load_layer
+
+    def load_and_look(layer: int) -> Any:
+        gc.collect()
+        assert not [each for each in living if each() is not None], "a layer that was left is still there"
+        module = load(layer)
+        living.append(weakref.ref(module))
+        return module
+
+    monkeypatch.setattr(by_layers, "_load_layer", load_and_look)
+    pieces = [ids(PLAN.text_tokens, seed) for seed in range(4)]
+    (expected,) = learn_bases(TextReader(whole), pieces, PLAN)
+    (bases,) = learn_bases(by_layers, pieces, PLAN)
+    # Forwards of all texts, gradients, and forwards of those that are measured.
+    assert len(living) == 3 * 3
+    assert bases.damage_factor == pytest.approx(expected.damage_factor, rel=1e-3)
+    for group, of_whole in zip(bases.groups, expected.groups, strict=True):
+        assert group.rank == of_whole.rank
+        torch.testing.assert_close(group.mean, of_whole.mean)
+        torch.testing.assert_close(group.magnitudes, of_whole.magnitudes, rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            group.encoder @ group.decoder, of_whole.encoder @ of_whole.decoder, rtol=0, atol=1e-3
+        )

@@ -162,7 +162,10 @@ class Rank:
     def learn(self, file: BasesFile) -> None:
         """Go on with the start of the only rank."""
         Rank.files.append(file)
-        file.learn(RankAgreement(None, 1), self.prepare)
+        file.learn(RankAgreement(None, 1), self.make_room, self.prepare)
+
+    def make_room(self, num_bytes: int) -> None:
+        """There is as much as is wanted."""
 
     def prepare(self, subspace: SubspaceCodec, is_older: bool) -> None:
         """Stands for what the engine does with bases that came later."""
@@ -309,7 +312,7 @@ def test_a_rank_that_does_not_lead_waits_for_its_file(
     file = rank.start(ranks_per_host=2)
     agreement: Any = SimpleNamespace(gather=lambda mine, shape: [torch.ones(1), mine])
     Rank.files.append(file)
-    file.learn(agreement, rank.prepare)
+    file.learn(agreement, rank.make_room, rank.prepare)
     assert file.served.state == "left to the first rank of this host"
     time.sleep(0.1)
     assert file.served.subspace is None, "the damaged file is still there"
@@ -336,7 +339,7 @@ def test_a_first_rank_that_has_its_bases_learns_for_the_others(
     before = file.served.subspace
     agreement: Any = SimpleNamespace(gather=lambda mine, shape: [mine, torch.zeros(1)])
     Rank.files.append(file)
-    file.learn(agreement, rank.prepare)
+    file.learn(agreement, rank.make_room, rank.prepare)
     wait_until(lambda: file.served.state == "learning: 1 of 2")
     may_end.set()
     assert has_ended.wait(60)

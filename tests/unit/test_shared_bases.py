@@ -226,7 +226,9 @@ def test_an_engine_with_other_bases_finds_those_that_segments_name(engines: list
     first.start()
     file = second.start()
     older = list[SubspaceCodec]()
-    file.learn(RankAgreement(None, 1), lambda subspace, is_older: older.append(subspace))
+    file.learn(
+        RankAgreement(None, 1), lambda num_bytes: None, lambda subspace, is_older: older.append(subspace)
+    )
     assert file.may_come(BASES.digest)
     deadline_s = time.monotonic() + PATIENCE_S
     while not older:

@@ -84,9 +84,16 @@ def text(seed: int, gradients: Sequence[torch.Tensor] | None = None, noise: floa
 
 def fitted(texts: Sequence[LearningText]) -> ModelBases:
     learner = BasisLearner(SHAPE, GROUP_ENDS, FIRST_TOKENS)
-    for each in texts:
-        learner.add(each)
-    return learner.fit()
+    # The last one first, as the model is gone through.
+    for number in (1, 0):
+        learner.learn_group(number, [of_group(each, number) for each in texts])
+    return learner.bases()
+
+
+def of_group(whole: LearningText, number: int) -> LearningText:
+    """The layers of one group of a text."""
+    layers = slice(*([0, *GROUP_ENDS][number : number + 2]))
+    return LearningText(whole.layers[layers], whole.gradients[layers], whole.attention[layers])
 
 
 def coefficients_of(basis: GroupBasis, vectors: torch.Tensor) -> torch.Tensor:
@@ -300,28 +307,31 @@ def test_attention_that_says_nothing_of_the_gradients_counts_for_nothing() -> No
 def test_too_little_text_makes_no_bases() -> None:
     learner = BasisLearner(SHAPE, GROUP_ENDS, FIRST_TOKENS)
     with pytest.raises(CodecError, match="0 tokens are too few"):
-        learner.fit()
-    learner.add(text(0))
+        learner.learn_group(0, [])
     assert NUM_TOKENS - FIRST_TOKENS < LEAST_TOKENS
     with pytest.raises(CodecError, match=f"596 tokens are too few to learn from .at least {LEAST_TOKENS}"):
-        learner.fit()
+        learner.learn_group(0, [of_group(text(0), 0)])
+    learner.learn_group(0, [of_group(text(seed), 0) for seed in range(2)])
+    with pytest.raises(CodecError, match="1 of 2 groups"):
+        learner.bases()
 
 
 def test_texts_that_do_not_fit_the_model_are_refused() -> None:
-    learner, whole = BasisLearner(SHAPE, GROUP_ENDS, FIRST_TOKENS), text(0)
+    learner, whole = BasisLearner(SHAPE, GROUP_ENDS, FIRST_TOKENS), of_group(text(0), 0)
     for broken in (
-        replace(whole, layers=whole.layers[:2]),
-        replace(whole, gradients=whole.gradients[:2]),
+        replace(whole, layers=whole.layers[:1]),
+        replace(whole, gradients=whole.gradients[:1]),
         replace(whole, layers=[*whole.layers, whole.layers[0]]),
-        replace(whole, attention=whole.attention[:2]),
+        replace(whole, attention=whole.attention[:1]),
         replace(whole, attention=whole.attention[..., 1:]),
     ):
         with pytest.raises(CodecError, match="layers"):
-            learner.add(broken)
+            learner.learn_group(0, [of_group(text(1), 0), broken])
     short = [LayerKV(kv.k[:FIRST_TOKENS], kv.v[:FIRST_TOKENS]) for kv in whole.layers]
     with pytest.raises(CodecError, match="too short"):
-        learner.add(LearningText(short, short, whole.attention[..., :FIRST_TOKENS]))
-    assert (learner.num_texts, learner.num_tokens) == (0, 0)
+        learner.learn_group(0, [LearningText(short, short, whole.attention[..., :FIRST_TOKENS])])
+    with pytest.raises(CodecError, match="0 of 2 groups"):
+        learner.bases()
 
 
 @pytest.mark.parametrize("ends", [[], [0], [0, 2], [2, 2], [3, 2]])

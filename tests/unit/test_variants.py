@@ -14,8 +14,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from benchmarks.quality.model import capture_attention
 from benchmarks.variants import VariantError, depth_doubled, make_variant, rotate_bases
-from krul_sglang.learning.reader import capture_attention
 
 IDS = list(range(1, 40))
 SIZES: dict[str, Any] = {

@@ -35,8 +35,8 @@ class ModelCodecs:
 
     ``rotary`` is the model's table. None if its rotation cannot be taken off (unknown or not invertible).
     ``subspace`` opens segments whose groups of layers share a subspace, if they are stored in its bases; so
-    do those that ``add_bases`` is given. ``may_come(digest)`` says of others whether they may come. ``bases``
-    is the codec of all these.
+    do those that ``add_bases`` is given. ``may_come(digest)`` says of others whether they may come. All of
+    them take at most ``max_bases_bytes`` of the device. ``bases`` is the codec of all these.
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class ModelCodecs:
         options: CodecOptions | None = None,
         subspace: SubspaceCodec | None = None,
         may_come: Callable[[str], bool] = lambda digest: False,
+        max_bases_bytes: int | None = None,
     ) -> None:
         self.num_layers = num_layers
         model = ModelKV(shape, num_layers, rotary)
-        self.bases = HeldBases(model, may_come)
+        self.bases = HeldBases(model, may_come, max_bases_bytes)
         self._codecs: dict[str, Codec[Any]] = {name: make(model, options) for name, make in CODECS.items()}
         self._codecs[HeldBases.name] = self.bases
         # The least recently used first.
@@ -71,9 +72,22 @@ class ModelCodecs:
         may call it.
         """
         if self.bases.add(subspace, is_older=is_older):
-            # Decoders of those that were given up.
-            with self._opened_lock:
-                self._opened.clear()
+            self._forget_opened()
+
+    def make_room_for_bases(self, num_bytes: int) -> None:
+        """Give up older bases for others that come, which take ``num_bytes`` of the device. Any thread may
+        call it.
+
+        Raises:
+            NoRoomError: they have none beside the newest ones.
+        """
+        if self.bases.make_room(num_bytes):
+            self._forget_opened()
+
+    def _forget_opened(self) -> None:
+        # Among them are decoders of bases that were given up.
+        with self._opened_lock:
+            self._opened.clear()
 
     @property
     def native(self) -> UnitsCodec:

@@ -193,6 +193,11 @@ class ModelBases:
                 digest.update(getattr(group, name).cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
 
+    @property
+    def working_bytes(self) -> int:
+        """About the memory that they take where they are used: as they are, and once more in bf16."""
+        return sum(getattr(group, name).nbytes for group in self.groups for name in _TENSORS) * 3 // 2
+
     def to(self, device: torch.device) -> ModelBases:
         """The same bases on another device."""
         groups = (

@@ -53,7 +53,7 @@ MOST_OUTSIDE = 0.9
 """The largest share of a limit that KV outside of the bases may cost. With less left for rounding, levels
 would become too large to be coded: such a segment is better stored in another way."""
 
-_MOST_AWAITED_BYTES = 64 << 20
+MOST_AWAITED_BYTES = 64 << 20
 """Coefficients that are on their way from a GPU before the host waits for them."""
 
 
@@ -309,7 +309,7 @@ class SubspaceCodec:
         for encoders in self._at_once(len(chunks[0].index), sample.segment.num_tokens):
             pause()
             begun += self._begin_rounding(encoders, read, sample, best.step, chunks)
-            if self._device.shares_cores or sum(each.num_bytes for each in begun) > _MOST_AWAITED_BYTES:
+            if self._device.shares_cores or sum(each.num_bytes for each in begun) > MOST_AWAITED_BYTES:
                 yield from self._finished(begun, pause)
                 begun = []
         yield from self._finished(begun, pause)

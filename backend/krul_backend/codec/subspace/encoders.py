@@ -23,7 +23,7 @@ _EXACT_COEFFICIENTS = 64
 """The first coefficients, which are the largest, are always computed in fp32. In bf16 their errors would come
 near to the step."""
 
-_MOST_BYTES = 64 << 20
+MOST_VECTOR_BYTES = 64 << 20
 """Of vectors of several groups that a GPU makes at a time, and of the blocks that they are made of."""
 
 
@@ -92,7 +92,7 @@ class GroupEncoders:
         shape, first = self.bases.shape, self.groups.start
         layer_bytes = num_tokens * (shape.k_token_bytes + shape.v_token_bytes)
         block_bytes = len(self.bases.groups[first].layers) * layer_bytes
-        most = max(1, _MOST_BYTES // max(block_bytes, 4 * num_rows * self.means.shape[1]))
+        most = max(1, MOST_VECTOR_BYTES // max(block_bytes, 4 * num_rows * self.means.shape[1]))
         names = ("means", "exact", "others", "outside", "shift_weights", "shift_places")
         for start in range(first, self.groups.stop, most):
             end = min(start + most, self.groups.stop)

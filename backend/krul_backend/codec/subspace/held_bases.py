@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from krul_backend.codec.interface import Codec, EncodedRun, ModelKV, TokenRun
 from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
 from krul_backend.codec.subspace.decoder import SubspaceDecoder
 from krul_backend.codec.subspace.sample import SegmentSample
-from krul_backend.errors import CodecError
+from krul_backend.errors import CodecError, KrulError
+from krul_backend.memory import format_bytes
 from krul_backend.strategy import SUBSPACE
 
 MOST_BASES = 4
@@ -22,6 +23,10 @@ MOST_BASES = 4
 
 class AwaitedBasesError(CodecError):
     """A segment is stored in bases that are not here, but may come: it cannot be decoded yet."""
+
+
+class NoRoomError(KrulError):
+    """There is no room on the device for more bases."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +54,15 @@ class SubspaceRun(EncodedRun):
 class HeldBases(Codec[RunLimit]):
     """Opens segments in the bases that it was given, and encodes in those of a sample.
 
-    ``may_come`` is asked for bases that are not here, by their digest: whether they may come.
+    ``may_come`` is asked for bases that are not here, by their digest: whether they may come. ``max_bytes``:
+    what all of them may take on the device; None without a limit.
     """
 
     name = SUBSPACE
 
-    def __init__(self, model: ModelKV, may_come: Callable[[str], bool]) -> None:
+    def __init__(self, model: ModelKV, may_come: Callable[[str], bool], max_bytes: int | None = None) -> None:
         super().__init__(model)
+        self._max_bytes = max_bytes
         # By the digest of their bases; the newest ones are the last.
         self._held: dict[str, SubspaceCodec] = {}
         self._lock = threading.Lock()
@@ -75,6 +82,28 @@ class HeldBases(Codec[RunLimit]):
             others.insert(place, (digest, subspace))
             self._held = dict(others[-MOST_BASES:])
         return len(others) > MOST_BASES
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Give up the oldest bases until those that come, which take ``num_bytes``, will have room beside the
+        newest ones. Returns whether any were given up.
+
+        Raises:
+            NoRoomError: not even beside the newest ones alone.
+        """
+        if self._max_bytes is None:
+            return False
+        with self._lock:
+            held = list(self._held.items())
+            while len(held) > 1 and _working_bytes(held) + num_bytes > self._max_bytes:
+                held.pop(0)
+            gives_up = len(held) < len(self._held)
+            self._held = dict(held)
+        if _working_bytes(held) + num_bytes > self._max_bytes:
+            raise NoRoomError(
+                f"bases of {format_bytes(num_bytes)} have no room in {format_bytes(self._max_bytes)} beside "
+                "those that are used now; the next start takes the newest"
+            )
+        return gives_up
 
     def encode(self, run: TokenRun, how: RunLimit, pause: Callable[[], None] = lambda: None) -> SubspaceRun:
         subspace = self._subspace(how.sample.bases.digest)
@@ -117,3 +146,7 @@ class HeldBases(Codec[RunLimit]):
                 raise AwaitedBasesError(f"stored in bases {digest:.16}, which are looked for")
             raise CodecError(f"stored in bases {digest!r:.80}, which are not here")
         return subspace
+
+
+def _working_bytes(held: Sequence[tuple[str, SubspaceCodec]]) -> int:
+    return sum(subspace.bases.working_bytes for _, subspace in held)
