@@ -76,6 +76,9 @@ SERVED = (
     Served("--enable-mixed-chunk", "tests/integration/test_restoring.py"),
     Served("--schedule-policy fcfs, lpm", "tests/integration/test_restoring.py"),
     Served("--tp-size 2 on one host", "tests/integration/test_restoring.py"),
+    Served(
+        "--enable-dp-attention, --attn-dp-size 2, by whole loads", "tests/integration/test_dp_attention.py"
+    ),
     Served("--dp-size 2 with endpoint", "tests/integration/test_tiers_serving.py"),
     Served("--dtype float32, bfloat16", "tests/integration/test_lossless.py"),
     Served("the radix tree in Rust and in Python", "tests/integration/test_lossless.py"),
@@ -109,6 +112,10 @@ UNTESTED = (
     Untested(
         "drafts of the target's own checkpoint (MTP); --speculative-eagle-topk over 1 with larger pages",
         "a draft's pool must be one that krul knows, too",
+    ),
+    Untested(
+        "--enable-dp-attention with --speculative-algorithm EAGLE, EAGLE3",
+        "draft KV comes before the batch, too",
     ),
     Untested("--enable-torch-compile"),
     Untested("--quantization of weights"),

@@ -100,7 +100,7 @@ def measure(setup: RankSetup, tree_cache: Any) -> MeasuredRank:
         raise NOT_MOVABLE.error(
             "heads that cannot be recomputed" if heads is None else "a rotary embedding that cannot be undone"
         )
-    calibration = CostCalibration(setup.model_runner, tree_cache, pool, heads, setup.restore_agreement)
+    calibration = CostCalibration(setup.model_runner, tree_cache, pool, heads, setup.start_agreement)
     # A property of the machine, not a measurement: the forward of a CPU waits until a load has landed whole.
     # A slower link takes no cores.
     serial_tiers = (DRAM_TIER,) if pool.streams.shares_cores and not config.link_mbs else ()
@@ -123,7 +123,7 @@ def measure(setup: RankSetup, tree_cache: Any) -> MeasuredRank:
 
     if setup.bases is not None and setup.bases.subspace is not None:
         add_bases(setup.bases.subspace, is_older=False)
-    if setup.agreement.rank == 0:
+    if setup.start_agreement.rank == 0:
         _log(mode, costs)
     online = OnlineCosts(_through_link(costs, config.link_mbs))
     run_heads = None if heads is None else heads.run
@@ -149,6 +149,8 @@ def _proven_heads(
     try:
         if runner.lora_manager is not None:
             raise NoHeadsError("they would be computed without adapters")
+        if setup.has_dp_attention:
+            raise NoHeadsError("with DP attention other ranks would have to compute with this one")
         heads = HeadRecompute(runner, setup.pool, setup.capture)
         proof = prove_heads(runner, tree_cache, setup.pool, heads)
     except NoHeadsError as error:
@@ -156,12 +158,12 @@ def _proven_heads(
     except Exception as error:
         logger.debug("the proof of heads failed", exc_info=True)
         why = f"its layers failed with {type(error).__name__}: {error}"
-    failures = [of_rank.decode() for of_rank in setup.restore_agreement.gather_bytes(why.encode()) if of_rank]
+    failures = [of_rank.decode() for of_rank in setup.start_agreement.gather_bytes(why.encode()) if of_rank]
     if not failures:
         return heads, proof, RestoreMode(config.planner, "as configured")
     why = f"heads of {type(runner.model).__name__} cannot be recomputed: {' '.join(failures[0].split())}"
     mode = RestoreMode(WHOLE_LOADS, why)
-    if setup.agreement.rank == 0:
+    if setup.start_agreement.rank == 0:
         logger.warning(
             'krul: %s. So planner = "%s" serves: stored prefixes are loaded whole or not at all, and what '
             "fails to load is computed",
@@ -181,7 +183,7 @@ def _costs(calibration: CostCalibration, setup: RankSetup) -> RestoreCosts:
     fingerprint = setup.model.identity.fingerprint
     path = Path(setup.config.cache_dir).expanduser() / COSTS_FILE
     known = load_costs(path, fingerprint, device_name)
-    agreement = setup.restore_agreement
+    agreement = setup.start_agreement
     if agreement.holds_on_all(known is not None):
         assert known is not None
         if agreement.holds_on_all(not calibration.are_too_slow(known)):

@@ -80,5 +80,8 @@ class EnginePrefill:
         part.sampling_info.has_watermark_candidates = False
         part.tbo_split_seq_index = None
         if schedule_batch.global_num_tokens is not None:
-            part.global_num_tokens, part.global_num_tokens_for_logprob = [num_tokens], [1]
+            # With DP attention it is only called while all ranks measure the same.
+            num_groups = len(schedule_batch.global_num_tokens)
+            part.global_num_tokens = [num_tokens] * num_groups
+            part.global_num_tokens_for_logprob = [1] * num_groups
         return part

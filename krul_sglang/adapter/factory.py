@@ -98,7 +98,7 @@ def build_cache(ctx: Any) -> Any:
 
     import torch
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
-    from sglang.srt.runtime_context import get_context, get_memory
+    from sglang.srt.runtime_context import get_context, get_memory, get_parallel
 
     from krul_backend.codec.registry import ModelCodecs
     from krul_sglang.adapter.attach import measure, most_chunk_tokens
@@ -129,31 +129,33 @@ def build_cache(ctx: Any) -> Any:
     # "auto" takes the checkpoint's format, which only the pool tells.
     check_flags({**flags, "kv_cache_dtype": pool.fp8_format})
     warn_of_small_pages(ctx.params.page_size, ctx.tp_rank)
-    # Ranks may see different cgroups; all take the smallest budget, so that they hold the same prefixes.
     config.check_endpoint()
     num_hosts = resolved["nnodes"]
     num_ranks_here = max(1, ctx.tp_size * resolved["dp_size"] // num_hosts)
-    capacity = torch.tensor([config.host_memory_bytes(num_ranks=num_ranks_here)])
-    if ctx.tp_size > 1:
-        torch.distributed.all_reduce(
-            capacity, op=torch.distributed.ReduceOp.MIN, group=ctx.params.tp_cache_group
-        )
+    # All ranks of the server start as one. Those that share a request's heads go on together: with DP
+    # attention they are fewer.
+    start_agreement = RankAgreement.create(ctx.tp_size)
+    num_sharing = get_parallel().attn_tp_size
+    agreement, restore_agreement = RankAgreement.create(num_sharing), RankAgreement.create(num_sharing)
+    # Ranks may see different cgroups; all take the smallest budget, so that they hold the same prefixes.
+    budget = torch.tensor([config.host_memory_bytes(num_ranks=num_ranks_here)], dtype=torch.float64)
+    budgets = start_agreement.gather(budget, (1,))
+    assert budgets is not None
     # Leased blocks are read-only arrays on purpose; torch has no read-only tensors and would warn.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-    agreement = RankAgreement.create(ctx.tp_size)
     ranks_per_host = max(1, ctx.tp_size // num_hosts)
     cache_dir = Path(config.cache_dir).expanduser()
     model = identify_model(
         ctx.model_config,
         resolved,
         pool.shape,
-        agreement,
+        start_agreement,
         cache_dir=cache_dir,
         kv_format=pool.format,
         page_size=ctx.params.page_size,
         num_layers=pool.num_layers,
-        tp_rank=ctx.tp_rank,
-        tp_size=ctx.tp_size,
+        tp_rank=agreement.rank,
+        tp_size=agreement.num_ranks,
         ranks_per_host=ranks_per_host,
         is_replicated=pool.is_latent,
     )
@@ -164,14 +166,15 @@ def build_cache(ctx: Any) -> Any:
         config,
         model.identity,
         pool.streams,
-        agreement,
-        rank_bytes=int(capacity.item()),
+        start_agreement,
+        rank_bytes=int(min(of_rank.item() for of_rank in budgets)),
         ranks_per_host=ranks_per_host,
     )
     draft = open_draft(
         runtime.draft_runners,
         model,
         resolved,
+        start_agreement,
         agreement,
         cache_dir=cache_dir,
         ranks_per_host=ranks_per_host,
@@ -208,12 +211,13 @@ def build_cache(ctx: Any) -> Any:
         ),
         connection,
         num_ranks_here,
-        stores_kv(pool, ctx.tp_rank, ranks_per_host),
+        stores_kv(pool, agreement.rank, ranks_per_host),
         draft,
         rotary,
         None if file is None else file.served,
+        start_agreement,
         agreement,
-        RankAgreement.create(ctx.tp_size),
+        restore_agreement,
         ctx.params.tp_cache_group if ctx.tp_size > 1 else None,
         most_chunk_tokens(resolved["chunked_prefill_size"]),
     )
@@ -266,11 +270,16 @@ def forward_with_restore(original: Any, worker: Any, batch: Any = None, *args: A
     seen = kwargs.get("forward_batch") if batch is None else batch
     if runtime is None or seen is None:
         return original(worker, batch, *args, **kwargs)
+    runtime.gate.note_forward()
+    if seen.forward_mode.is_idle():
+        # Other ranks have requests, this one none.
+        return original(worker, batch, *args, **kwargs)
     runtime.linker.steps.note_work()
     capturing = nullcontext() if runtime.capture is None else runtime.capture.recording(seen)
-    runtime.gate.note_forward()
+    # With DP attention all loads have ended, and how long a forward takes depends on what other ranks run.
+    may_restore = not runtime.engine.setup.has_dp_attention
     with capturing:
-        if seen.forward_mode.is_extend_without_speculative():
+        if may_restore and seen.forward_mode.is_extend_without_speculative():
             restore = runtime.linker.restore_path.forward
             result = restore.run(batch, lambda: original(worker, batch, *args, **kwargs))
         else:

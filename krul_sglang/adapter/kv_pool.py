@@ -92,6 +92,7 @@ def open_draft(
     runners: Sequence[Any],
     target: ServedModel,
     settings: Mapping[str, Any],
+    of_server: RankAgreement,
     agreement: RankAgreement,
     *,
     cache_dir: Path,
@@ -100,7 +101,8 @@ def open_draft(
     """The KV of the draft model that SGLang runs beside ``target``; None without one. Every rank calls it at
     the same point.
 
-    ``settings`` are the resolved server arguments. Raises what ``open_pool`` does.
+    ``settings`` are the resolved server arguments. ``of_server`` joins all ranks, ``agreement`` those that
+    share the KV heads. Raises what ``open_pool`` does.
     """
     if not runners:
         return None
@@ -111,7 +113,7 @@ def open_draft(
         runner.model_config,
         {**settings, "load_format": load_format, "revision": runner.model_config.revision},
         pool.shape,
-        agreement,
+        of_server,
         cache_dir=cache_dir,
         kv_format=pool.format,
         page_size=target.identity.page_size,

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
@@ -21,6 +22,7 @@ from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.engine.budget import show
 from krul_sglang.engine.common.asking import LatestAnswer
 from krul_sglang.engine.common.step_times import StepTimes, timed
+from krul_sglang.engine.restore import Load
 from krul_sglang.engine.save import RequestHints, StoredPath, Turn, TurnOwner
 from krul_sglang.reasons import Run
 
@@ -94,17 +96,31 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         num_pages = self.returning.look_up(rid, transfers[0].keys)
         return [num_pages] if num_pages else []
 
-    @timed
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue a load of the leased pages to ``transfers[0].device_indices``; False if SGLang computes them.
 
         SGLang computes them if that is faster, if what is stored cannot be read, or if nothing is leased.
+        With DP attention the load is waited for, and SGLang computes them, too, if it fails.
         """
-        keys, slots = transfers[0].keys, transfers[0].device_indices
+        load = self._planned_load(rid, transfers[0].keys, transfers[0].device_indices)
+        if load is None:
+            return False
+        if self._setup.has_dp_attention:
+            batch = self.restore_path.forward.load_before(rid, load, self.record_offload_ready())
+            if batch is not None and self.draft is not None:
+                self.draft.note_restored(load.slots, batch.draft_tokens.get(rid, 0))
+            return batch is not None
+        self.returning.queue_load(rid, load)
+        return True
+
+    @timed
+    def _planned_load(self, rid: str, keys: Sequence[str], slots: torch.Tensor) -> Load | None:
+        """The load of leased pages to ``slots`` (int64 ``[T]``), which has their lease; None if SGLang
+        computes them."""
         held = self.returning.take(rid)
         if held is None:
             self.reasons.decline(rid, "given back")
-            return False
+            return None
         prompt = self.returning.prompt(rid)
         try:
             with self.steps.planning:
@@ -122,8 +138,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if load is None:
             self._store.release(held.lease)
             self.reasons.decline(rid, self.restore_path.planning.declined)
-            return False
-        self.returning.queue_load(rid, load)
+            return None
         runs = [Run(reader.first_token, reader.end_token, reader.source.tier) for reader in load.readers]
         head_ends = load.plan.head_ends
         self.reasons.load(rid, runs, (head_ends[0], head_ends[-1]))
@@ -135,7 +150,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             head_ends[0],
             1e3 * load.planned_s,
         )
-        return True
+        return load
 
     def num_moved(self, rid: str) -> int:
         """How many tokens the queued load of ``rid`` brings back at another place than where they were
@@ -193,7 +208,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 num_accepted=req.spec_num_correct_drafts,
             )
             for name, (meaning, value) in self.draft.gauges().items():
-                show(f"draft_{name}", meaning, value, self._setup.restore_agreement.rank)
+                show(f"draft_{name}", meaning, value, self._setup.start_agreement.rank)
 
     @timed
     def ended_turn(self, path: StoredPath, owner: TurnOwner) -> Turn:

@@ -65,9 +65,10 @@ class RankSetup:
 
     ``connection`` is this rank's way to the daemon; the linker closes it. ``capture`` is None if no attention
     is recorded, ``rotary`` if keys are stored with their rotary embedding, ``bases`` unless turns are stored
-    within an error budget. ``agreement`` joins the threads of all ranks that store turns,
-    ``restore_agreement`` their scheduler threads, ``probe_group`` those while they probe (None for a single
-    rank). ``num_ranks_here`` share the host memory of this host. ``stores`` is False if another of them
+    within an error budget. ``start_agreement`` joins all ranks of the server, while they start. ``agreement``
+    joins the threads that store turns on the ranks that share a request's heads, ``restore_agreement`` their
+    scheduler threads, ``probe_group`` those while they probe (None for a single rank). ``num_ranks_here``
+    share the host memory of this host. ``stores`` is False if another of them
     stores KV that is the same on all. ``draft`` is None without a draft model. A forward computes at most
     ``chunk_tokens``.
     """
@@ -85,10 +86,16 @@ class RankSetup:
     draft: DraftKV | None
     rotary: RotaryTable | None
     bases: ServedBases | None
+    start_agreement: RankAgreement
     agreement: RankAgreement
     restore_agreement: RankAgreement
     probe_group: Any
     chunk_tokens: int
+
+    @property
+    def has_dp_attention(self) -> bool:
+        """Whether groups of ranks have requests of their own, and enter every forward together."""
+        return self.restore_agreement.num_ranks < self.start_agreement.num_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,8 +230,8 @@ class RankEngine:
         token_bytes = (pool.shape.k_token_bytes + pool.shape.v_token_bytes) * pool.num_layers
         logger.info(
             "krul: rank %d/%d keeps about %s of KV on host memory (%d tokens of %s before compression)",
-            setup.restore_agreement.rank,
-            setup.restore_agreement.num_ranks,
+            setup.start_agreement.rank,
+            setup.start_agreement.num_ranks,
             format_bytes(capacity_bytes),
             capacity_bytes // token_bytes,
             model.identity.name,

@@ -59,8 +59,10 @@ def ordinary_prefill(model_runner: Any, tree_cache: Any, token_ids: Sequence[int
     """
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.runtime_context import get_parallel
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.utils.common import require_mlp_tp_gather
 
     req = Req(
         rid="krul-start",
@@ -81,6 +83,12 @@ def ordinary_prefill(model_runner: Any, tree_cache: Any, token_ids: Sequence[int
         spec_algorithm=SpeculativeAlgorithm.NONE,
     )
     batch.prepare_for_extend()
+    if get_parallel().attn_dp_enabled:
+        # What ranks tell each other before each forward of the server. Here all have the same prompt.
+        num_groups = get_parallel().attn_dp_size if require_mlp_tp_gather() else 1
+        batch.global_num_tokens = [len(token_ids)] * num_groups
+        batch.global_num_tokens_for_logprob = [1] * num_groups
+        batch.is_extend_in_batch = True
     if batch.input_ids is None:
         batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
         batch.prefill_input_ids_cpu = None

@@ -103,8 +103,13 @@ LAUNCH_RULES = (
     _flag("--enable-pdmux", "its prefills do not pass the hook that restores prefixes"),
     _flag("--disaggregation-mode", "a turn is split over servers", example="prefill", applies=_is_named),
     _flag("--pp-size", "heads need all layers on one rank", example=2, applies=_is_several),
-    _flag("--enable-dp-attention", _SCATTERED),
-    _flag("--attn-dp-size", _SCATTERED, example=2, applies=_is_several),
+    Rule(
+        "--enable-dp-attention or --attn-dp-size, and a strategy that looks at attention",
+        'probes and bases take forwards that other ranks would have to enter, too: leave strategy = "none"',
+        ("enable_dp_attention", "attn_dp_size", "krul.strategy"),
+        lambda is_on, size, strategy: bool(is_on or _is_several(size)) and strategy in ATTENTION_STRATEGIES,
+        (True, 1, "subspace"),
+    ),
     _flag("--attn-cp-size", _SCATTERED, example=2, applies=_is_several),
     _flag("--enable-prefill-cp", _SCATTERED),
     _flag("--enable-layernorm-sp", _SCATTERED),
@@ -116,9 +121,12 @@ LAUNCH_RULES = (
     Rule(
         "--dp-size without endpoint",
         'each replica would start a daemon of its own; run krul-backend, and set endpoint = "..."',
-        ("dp_size", "krul.endpoint"),
-        lambda dp_size, endpoint: _is_several(dp_size) and not endpoint,
-        (2, ""),
+        ("dp_size", "enable_dp_attention", "attn_dp_size", "krul.endpoint"),
+        # With the older of SGLang's two ways to ask for DP attention, its ranks are no replicas.
+        lambda dp_size, is_older_way, attn_dp_size, endpoint: (
+            _is_several(dp_size) and not (is_older_way and attn_dp_size == 1) and not endpoint
+        ),
+        (2, False, 1, ""),
     ),
     Rule(
         f"--speculative-algorithm other than {', '.join(_SPECULATION)}",

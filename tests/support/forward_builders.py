@@ -29,6 +29,9 @@ class Mode:
     def is_target_verify(self) -> bool:
         return self.name == "verify"
 
+    def is_idle(self) -> bool:
+        return self.name == "idle"
+
     def is_extend_without_speculative(self) -> bool:
         return self.is_extend() and not self.is_target_verify()
 

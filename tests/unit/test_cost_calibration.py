@@ -135,7 +135,7 @@ def test_costs_are_kept_in_a_file_until_a_start_is_twice_as_fast(
             pool=engine.pool,
             model=SimpleNamespace(identity=identity, is_lasting=True),
             config=SimpleNamespace(cache_dir=str(tmp_path)),
-            restore_agreement=RankAgreement(None, 1),
+            start_agreement=RankAgreement(None, 1),
         )
         return attach._costs(engine.calibration(), setup)
 

@@ -109,6 +109,14 @@ def test_sglang_is_asked_to_prefill_these_tokens_of_this_request(monkeypatch: py
     assert rig.capture_modes == [CaptureHiddenMode.NULL]
 
 
+def test_ranks_that_measure_together_compute_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch)
+    rig.batch.global_num_tokens = rig.batch.global_num_tokens_for_logprob = [21, 21]
+    rig.prefill.run(rig.batch, 1, 4, 10)
+    (part,) = rig.given
+    assert (part.global_num_tokens, part.global_num_tokens_for_logprob) == ([6, 6], [1, 1])
+
+
 def test_the_forward_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     rig.prefill.run(rig.batch, 0, 0, 3)

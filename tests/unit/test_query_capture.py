@@ -326,12 +326,16 @@ def test_rows_are_given_up_before_requests_are_few(room: int, expected: tuple[in
     assert (few.num_requests, few.num_rows) == (4, 64)
 
 
-def runtime_of(engine: Engine, restore: Callable[[Any, Callable[[], Any]], Any]) -> KrulRuntime:
-    """That of a rank whose forwards with a prompt go through ``restore``."""
+def runtime_of(
+    engine: Engine, restore: Callable[[Any, Callable[[], Any]], Any], *, has_dp_attention: bool = False
+) -> KrulRuntime:
+    """That of a rank whose forwards with a prompt go through ``restore``, unless it ``has_dp_attention``."""
     runtime = KrulRuntime(KrulConfig(), capture=engine.capture)
     restore_path = SimpleNamespace(forward=SimpleNamespace(run=restore))
     linker = SimpleNamespace(steps=StepTimes(), provenance=None, draft=None, restore_path=restore_path)
     runtime.cache = cast(Any, SimpleNamespace(linker=SimpleNamespace(cache_linker=linker)))
+    setup = SimpleNamespace(has_dp_attention=has_dp_attention)
+    runtime.engine = cast(Any, SimpleNamespace(setup=setup))
     return runtime
 
 
@@ -356,6 +360,28 @@ def test_the_forward_hook_announces_every_forward(make_engine: MakeEngine) -> No
         forward(decode_batch(("a", 5, 30 + step)), [30 + step])
     positions = assert_rows_are("a", engine.take("a", 5))
     assert positions[-2:] == [29, 30 + DECODE_INTERVAL - 1]
+
+
+@pytest.mark.parametrize(("mode", "has_dp_attention"), [("idle", False), ("idle", True), ("extend", True)])
+def test_a_forward_with_dp_attention_restores_nothing(
+    make_engine: MakeEngine, mode: str, has_dp_attention: bool
+) -> None:
+    """What it needs has been loaded before; and one without requests is no work of this rank."""
+    engine = make_engine()
+    restored: list[str] = []
+
+    def restore(batch: Any, forward: Callable[[], Any]) -> Any:
+        restored.append(batch.forward_mode.name)
+
+    runtime = runtime_of(engine, restore, has_dp_attention=has_dp_attention)
+    worker = SimpleNamespace(model_runner=SimpleNamespace())
+    runtime.attach_to(worker.model_runner)
+    batch = extend_batch(*([("a", 5, 0, 30)] if mode == "extend" else []))
+    batch.forward_mode = Mode(mode)
+    assert forward_with_restore(lambda *args: "done", worker, batch) == "done"
+    assert restored == []
+    runtime.linker.steps.begin_step()
+    assert runtime.linker.steps.as_dict()["steps"] == (mode == "extend")
 
 
 def test_a_forward_that_verifies_restores_and_records_nothing(make_engine: MakeEngine) -> None:

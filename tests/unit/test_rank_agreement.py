@@ -1,4 +1,4 @@
-"""Ranks come to one result: alone, and two real processes over gloo."""
+"""Ranks come to one result: alone, and in real processes over gloo, all together or in groups."""
 
 from __future__ import annotations
 
@@ -37,6 +37,24 @@ print("agreed")
 """
 
 
+IN_PAIRS = """
+import sys
+import torch.distributed as dist
+from krul_sglang.engine.common.agreement import RankAgreement
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
+pairs = RankAgreement.create(2)
+assert (pairs.rank, pairs.num_ranks) == (rank % 2, 2)
+pair = range(rank - rank % 2, rank - rank % 2 + 2)
+# The pairs exchange once and twice: none waits for the other.
+for _ in range(1 + rank // 2):
+    assert pairs.gather_bytes(str(rank).encode()) == [str(other).encode() for other in pair]
+dist.destroy_process_group()
+print("agreed")
+"""
+
+
 def test_a_single_rank_agrees_with_itself() -> None:
     agreement = RankAgreement.create(1)
     values = torch.rand(3, dtype=torch.float64)
@@ -50,14 +68,22 @@ def test_a_single_rank_agrees_with_itself() -> None:
 
 
 def test_two_ranks_get_the_values_of_both_or_of_none(tmp_path: Path) -> None:
+    run_ranks(PROGRAM, 2, tmp_path)
+
+
+def test_ranks_of_a_group_agree_without_the_others(tmp_path: Path) -> None:
+    run_ranks(IN_PAIRS, 4, tmp_path)
+
+
+def run_ranks(program: str, num_ranks: int, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "rendezvous")],
+            [sys.executable, "-c", program, str(rank), str(tmp_path / "rendezvous")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(num_ranks)
     ]
     for process in ranks:
         output, errors = process.communicate(timeout=120)

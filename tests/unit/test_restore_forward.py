@@ -120,6 +120,16 @@ class FakeLoader:
     def batch(self, index: int) -> LoadBatch | None:
         return self._batch if index == INDEX else None
 
+    def start(self, loads: Mapping[str, Load], ready: Sequence[Any]) -> int:
+        assert self._batch is not None
+        assert self._batch.loads == loads
+        return INDEX
+
+    def finish(self, index: int) -> bool:
+        assert index == INDEX
+        assert self._batch is not None
+        return not self._batch.is_abandoned
+
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -534,6 +544,38 @@ def test_a_rescue_has_the_memory_of_the_forward_that_failed() -> None:
     assert are_gone == [True]
 
 
+# ---- loads before any forward ----
+
+
+def test_a_load_before_its_forward_is_waited_for() -> None:
+    load = load_of(1, 8, 24, (8,) * NUM_LAYERS)
+    rig = Rig({"r1": load}, has_heads=False)
+    with in_threads() as start:
+        loading = start(lambda: rig.restore.load_before("r1", load, ()))
+        rig.land(NUM_LAYERS - 1)
+        assert not loading.done()
+        rig.land(1)
+        assert loading.result(PATIENCE_S) is rig.batch
+    assert list(rig.batch.wait_times) == list(range(NUM_LAYERS))
+    assert (rig.log, rig.failures, rig.restore.counters.rescued_requests) == ([], [], 0)
+    rig.traces.settle()
+    (trace,) = rig.traces.as_list()
+    assert trace["is_mixed"]
+
+
+def test_a_load_that_fails_before_its_forward_is_left_to_the_engine() -> None:
+    """Not computed here: ranks that have other requests would not come to that forward."""
+    load = load_of(1, 8, 24, (8,) * NUM_LAYERS)
+    rig = Rig({"r1": load}, has_heads=False)
+    rig.land(2)
+    rig.batch.fail(OSError("injected"))
+    assert rig.restore.load_before("r1", load, ()) is None
+    assert (rig.log, rig.batch.is_abandoned, rig.batch.is_refilled) == ([], True, False)
+    assert rig.failures == [("r1", "loading failed: injected", 8)]
+    counters = rig.restore.counters
+    assert (counters.rescued_requests, counters.rescued_tokens, counters.lost_requests) == (1, 24, 0)
+
+
 # ---- several ranks ----
 
 
@@ -578,6 +620,20 @@ def test_without_heads_ranks_agree_on_a_failure_before_their_forwards() -> None:
     for rig in rigs:
         assert rig.log == ["prefill", "forward", "done"]
         assert rig.batch.is_refilled
+
+
+def test_a_load_before_its_forward_fails_on_all_ranks_that_share_its_heads() -> None:
+    rigs = two_ranks((0,) * NUM_LAYERS, has_heads=False)
+    rigs[0].land()
+    rigs[1].land(3)
+    rigs[1].batch.fail(OSError("injected"))
+    with in_threads() as start:
+        loads = [
+            start(lambda rig=rig: rig.restore.load_before("r0", rig.batch.loads["r0"], ()))  # type: ignore[misc]
+            for rig in rigs
+        ]
+        assert [load.result(PATIENCE_S) for load in loads] == [None, None]
+    assert all(rig.batch.is_abandoned for rig in rigs)
 
 
 def test_the_forward_of_several_ranks_begins_while_its_last_layers_are_loaded() -> None:

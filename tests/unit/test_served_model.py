@@ -89,7 +89,7 @@ def test_kv_is_of_one_model_again_when_the_pool_was_empty_after_the_change() -> 
 class Rank:
     """A linker with its threads, on a pool and a store in this process."""
 
-    def __init__(self, *, is_lasting: bool, strategy: str, has_draft: bool) -> None:
+    def __init__(self, *, is_lasting: bool, strategy: str, has_draft: bool, num_data_ranks: int) -> None:
         pool = make_pool()
         self.store = make_store(1 << 20)
         self.start = ModelIdentity("m", "d" * 64, "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
@@ -98,7 +98,7 @@ class Rank:
         connection: Any = SimpleNamespace(store=self.store, close=self.store.close, as_dict=dict)
         allocator = SimpleNamespace(get_kvcache=lambda: pool)
         runtime = KrulRuntime(KrulConfig(strategy=strategy, probe_share=1.0, error_budget=1e6))
-        opened = open_pool(pool)
+        self.pool = opened = open_pool(pool)
         codec, bases = ModelCodecs(opened.shape, opened.num_layers, None), None
         if strategy == "subspace":
             subspace = SubspaceCodec(make_bases(opened.shape, [2, 1]), None)
@@ -122,6 +122,7 @@ class Rank:
             num_ranks_here=1,
             rotary=None,
             bases=bases,
+            start_agreement=RankAgreement(None, num_data_ranks),
             agreement=alone,
             restore_agreement=alone,
             stores=True,
@@ -181,13 +182,39 @@ def keys_of(name: str) -> list[str]:
 def make_rank() -> Iterator[Any]:
     ranks: list[Rank] = []
 
-    def make(*, is_lasting: bool = True, strategy: str = "none", has_draft: bool = False) -> Rank:
-        ranks.append(Rank(is_lasting=is_lasting, strategy=strategy, has_draft=has_draft))
+    def make(
+        *,
+        is_lasting: bool = True,
+        strategy: str = "none",
+        has_draft: bool = False,
+        num_data_ranks: int = 1,
+    ) -> Rank:
+        given = {"is_lasting": is_lasting, "strategy": strategy, "has_draft": has_draft}
+        ranks.append(Rank(**given, num_data_ranks=num_data_ranks))
         return ranks[-1]
 
     yield make
     for rank in ranks:
         rank.linker.close()
+
+
+@pytest.mark.parametrize("num_data_ranks", [1, 2])
+def test_with_dp_attention_a_load_has_ended_before_its_batch(make_rank: Any, num_data_ranks: int) -> None:
+    rank = make_rank(num_data_ranks=num_data_ranks)
+    rank.store_turn("a")
+    slots = torch.arange(40, 40 + NUM_TOKENS)
+    assert rank.lookup("a") == NUM_PAGES
+    assert rank.linker.load("r", [SimpleNamespace(keys=keys_of("a"), device_indices=slots)])
+    rank.linker.end_lease("r")
+    is_there = [
+        torch.equal(buffer[slots], buffer[:NUM_TOKENS])
+        for layer in range(NUM_LAYERS)
+        for buffer in rank.pool.buffers(layer)
+    ]
+    index = rank.linker.start_layer_wise_loading()
+    assert (index, all(is_there)) == ((0, False) if num_data_ranks == 1 else (-1, True))
+    assert rank.linker.finish_layer_wise_loading(index)
+    assert rank.store.stats().num_leases == len(rank.linker.returning) == 0
 
 
 def test_a_changed_model_finds_nothing_of_before_and_stores_under_its_own_name(make_rank: Any) -> None:

@@ -83,6 +83,9 @@ def test_it_is_refused_before_anything_starts(rule: Rule, tmp_path: Path) -> Non
     "values",
     [
         {"dp_size": 2, "krul.endpoint": "/run/krul"},
+        {"dp_size": 2, "enable_dp_attention": True},
+        {"attn_dp_size": 2},
+        {"krul.strategy": "subspace"},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"kv_cache_dtype": "bfloat16", "krul.strategy": "subspace"},
         {"load_format": "dummy"},

@@ -125,6 +125,10 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         self._decode: tuple[DecodeGroup, ...] = ()
         self._drafts: tuple[DraftSpan, ...] = ()
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of requests that pad a batch: with DP attention all ranks decode as many."""
+        return 1
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Look up the slots of all tokens that the batch's requests have, once for all layers."""
         super().init_forward_metadata(forward_batch)

@@ -23,8 +23,11 @@ class RankAgreement:
 
     @classmethod
     def create(cls, num_ranks: int) -> RankAgreement:
-        """Make the process group. All ranks call it at the same point of their start."""
-        return cls(dist.new_group(backend="gloo") if num_ranks > 1 else None, num_ranks)
+        """Make a process group of each ``num_ranks`` ranks that follow one another: this rank's is returned.
+
+        All ranks of the server call it at the same point of their start.
+        """
+        return cls(dist.new_subgroups(num_ranks, backend="gloo")[0] if num_ranks > 1 else None, num_ranks)
 
     def gather(self, values: torch.Tensor | None, shape: Sequence[int]) -> list[torch.Tensor] | None:
         """Every rank's ``values`` (float64 of ``shape``, on the CPU) by rank; None if one passed None."""

@@ -118,13 +118,14 @@ def identify_model(
     """Identify the model whose KV this rank's pool will hold. Every rank calls it at the same point.
 
     ``model_config`` is SGLang's, ``settings`` are the resolved server arguments, ``kv_format`` names the
-    pool's elements. The first rank of each host reads the weights; a rank's KV depends on the weights of all
-    ranks. If KV ``is_replicated``, it has the identity of a single rank's. If the weights cannot be
+    pool's elements. ``agreement`` joins all ranks of the server: the first one of each host reads the
+    weights, and a rank's KV depends on those of all. This rank has the KV heads of rank ``tp_rank`` of
+    ``tp_size``. If KV ``is_replicated``, it has the identity of a single rank's. If the weights cannot be
     identified, the identity is a random one: neither another server nor this one after a restart will find
     its KV.
     """
     mine = b""
-    if tp_rank % ranks_per_host == 0:
+    if agreement.rank % ranks_per_host == 0:
         mine = (weights_digest(model_config, settings, cache_dir) or "unknown").encode()
     of_hosts = [digest for digest in agreement.gather_bytes(mine) if digest]
     is_known = b"unknown" not in of_hosts

@@ -36,7 +36,8 @@ class NoMemoryError(KrulError):
 
 @dataclass
 class ForwardCounters:
-    """``head_tokens``: tokens of the first layer. ``rescued_requests``: a load failed, all was computed.
+    """``head_tokens``: tokens of the first layer. ``rescued_requests``: a load failed, all was computed;
+    their ``rescued_tokens`` should have been loaded.
 
     ``out_of_memory``: forwards of heads, or of a rescue, that ran out of memory. ``lost_requests``: SGLang
     ended them with an error, because they could be neither loaded nor computed.
@@ -103,8 +104,7 @@ class RestoreForward:
             self._recompute(prefixes, trace)
             has_heads = True
             if self._heads is None:
-                for layer in range(batch.num_layers):
-                    batch.wait_layer(layer)
+                _wait_for_all(batch)
             result = forward()
         except LoadFailedError as error:
             failure = str(error)
@@ -120,6 +120,31 @@ class RestoreForward:
         trace.end = batch.clock.mark()
         self._traces.add(trace)
         return result
+
+    def load_before(self, rid: str, load: Load, ready: Sequence[Any]) -> LoadBatch | None:
+        """Load a request's prefix before any forward is made of it; None if that failed, on all ranks of
+        ``agreement`` or none. Then nothing more is written to its slots.
+
+        For ranks whose forwards begin and end together with those of others, which have requests of their
+        own: one that computed a failed load would be alone in that forward, and wait for ever.
+        ``ready``: see ``LayerWiseLoader.start``.
+        """
+        index = self._loader.start({rid: load}, ready)
+        batch = self._loader.batch(index)
+        assert batch is not None
+        # Its own forward comes later, and with others'.
+        trace = RestoreTrace(batch, is_mixed=True)
+        try:
+            _wait_for_all(batch)
+        except LoadFailedError as error:
+            logger.warning("krul: %s; 1 request(s) are computed", error)
+            batch.abandon(is_refilled=False)
+            self._on_failure(rid, str(error), load.device_tokens)
+            self.counters.rescued_requests += 1
+            self.counters.rescued_tokens += len(load.slots)
+        trace.end = batch.clock.mark()
+        self._traces.add(trace)
+        return batch if self._loader.finish(index) else None
 
     def _prefill(self, schedule_batch: Any, forward: Callable[[], Any]) -> Any:
         """Run a forward that restores nothing; with a single request, time it for the engine's own cost."""
@@ -273,6 +298,12 @@ class RestoreForward:
     def _prefill_part(self, schedule_batch: Any, prefix: _Prefix, first: int, end: int) -> None:
         start = prefix.load.device_tokens
         self._prefill_anew(schedule_batch, prefix.index, start + first, start + end)
+
+
+def _wait_for_all(batch: LoadBatch) -> None:
+    """Make the current stream wait for all layers; raises LoadFailedError if one will not land."""
+    for layer in range(batch.num_layers):
+        batch.wait_layer(layer)
 
 
 @dataclass(frozen=True, eq=False)
