@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -38,6 +39,15 @@ class HeadRecompute:
         kernel = span_attention(buffers, self._layers.some_attention(), model_runner.dtype)
         self.kernel = kernel.name
         self._attention = HeadAttention(pool, kernel, model_runner.token_to_kv_pool)
+
+    @contextmanager
+    def through(self, layers: DecoderLayers) -> Iterator[None]:
+        """Run heads through these layers of the same model inside."""
+        own, self._layers = self._layers, layers
+        try:
+            yield
+        finally:
+            self._layers = own
 
     @torch.no_grad()
     def run(self, heads: Sequence[Head], on_layer: Callable[[int], None] = lambda layer: None) -> None:

@@ -20,6 +20,7 @@ from krul_backend.device import Device
 from krul_sglang.adapter.engine_prefill import EnginePrefill
 from krul_sglang.adapter.head_attention import NoHeadsError
 from krul_sglang.adapter.head_recompute import HeadRecompute
+from krul_sglang.adapter.watched_layers import LayerOutputs, WatchedLayers
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore import Head, HeadProof
 
@@ -131,30 +132,38 @@ def random_token_ids(vocab_size: int, num_tokens: int) -> list[int]:
 def prove_heads(model_runner: Any, tree_cache: Any, pool: DevicePool, heads: HeadRecompute) -> HeadProof:
     """Recompute the head of an ordinary prefill, in one piece and in two, and compare with the prefill.
 
-    The head is shorter from layer to layer. The result counts the rows of the one piece. Of two pieces the
-    second attends to the first in the pool, by another kernel; they are checked but not counted. All is run
-    before anything is compared: a rank that stopped earlier would leave the others in a layer's collectives.
+    Each layer is given the hidden states that it had in the prefill, and both its KV and its output are
+    compared. The head is shorter from layer to layer. The result counts the rows of the one piece. Of two
+    pieces the second attends to the first in the pool, by another kernel; they are checked but not counted.
+    All is run before anything is compared: a rank that stopped earlier would leave the others in a layer's
+    collectives.
 
     Raises:
-        NoHeadsError: KV of the head differs, or KV behind it has changed.
+        NoHeadsError: KV of the head or a layer's output differs, or KV behind the head has changed.
     """
     num_tokens = min(_NUM_TOKENS, pool.num_tokens // 2)
     token_ids = random_token_ids(model_runner.model_config.vocab_size, num_tokens)
     ends = tuple(num_tokens - num_tokens * layer // (2 * pool.num_layers) for layer in range(pool.num_layers))
+    layers = WatchedLayers(model_runner, pool.num_layers, num_tokens)
     with ordinary_prefill(model_runner, tree_cache, token_ids) as prefilled:
+        with layers.prefill():
+            prefilled.again_s(0)
         before = [pool.elements(layer, prefilled.slots, torch.float32) for layer in range(pool.num_layers)]
         recomputed = []
         for cuts in ((0, num_tokens), (0, num_tokens // 3, num_tokens)):
             _clear(pool, prefilled, ends)
             head = Head(prefilled.token_ids, prefilled.slots, 0, ends)
-            for first, end in itertools.pairwise(cuts):
-                part = head.part(first, end)
-                assert part is not None, (first, end, ends)
-                heads.run([part])
-            recomputed.append(
-                [pool.elements(layer, prefilled.slots, torch.float32) for layer in range(pool.num_layers)]
-            )
-    proofs = [_compare(before, after, ends, pool.element_type, model_runner.dtype) for after in recomputed]
+            with heads.through(layers), layers.replay() as outputs:
+                for first, end in itertools.pairwise(cuts):
+                    part = head.part(first, end)
+                    assert part is not None, (first, end, ends)
+                    heads.run([part])
+            after = [pool.elements(layer, prefilled.slots, torch.float32) for layer in range(pool.num_layers)]
+            recomputed.append((after, outputs))
+    proofs = [
+        _compare(before, after, ends, outputs, pool.element_type, model_runner.dtype)
+        for after, outputs in recomputed
+    ]
     return proofs[0]
 
 
@@ -169,6 +178,7 @@ def _compare(
     before: Sequence[LayerKV],
     after: Sequence[LayerKV],
     ends: Sequence[int],
+    outputs: LayerOutputs,
     element_type: torch.dtype,
     compute_type: torch.dtype,
 ) -> HeadProof:
@@ -191,7 +201,7 @@ def _compare(
             rows += is_close.numel()
             close_rows += int(is_close.sum())
             max_error = max(max_error, error)
-    return HeadProof(rows, close_rows, max_error)
+    return HeadProof(rows, close_rows, max_error, *outputs.compare(_MAX_ERROR[compute_type]))
 
 
 def _clear(pool: DevicePool, prefilled: Prefilled, ends: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ MAY_MOVE_TENSORS = {
     "krul_sglang/learning/reader.py": "before anything is served",
     "krul_sglang/adapter/model_bases.py": "once, when bases are loaded",
     "krul_sglang/adapter/start_proof.py": "at start only",
+    "krul_sglang/adapter/watched_layers.py": "at start only",
 }
 """Files that call ``tensor.to(device)``, which waits for the stream where it copies from pageable memory."""
 

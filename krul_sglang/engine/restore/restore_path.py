@@ -34,12 +34,17 @@ class HeadProof:
     """The result of the proof at start: ``rows`` (one token's key or value of one head and layer) recomputed.
 
     ``rows_within_one_ulp`` of them differ from the prefill's by at most one unit in the last place, see
-    ``start_proof.py``; ``max_relative_error`` is the 99th percentile of the rows' relative errors.
+    ``start_proof.py``; ``max_relative_error`` is the 99th percentile of the rows' relative errors, and
+    ``max_output_error`` that of what each layer adds to the hidden states. Of ``routed_rows`` (one token in
+    one layer) it is known which experts they were routed to; ``routed_alike`` had the same in the prefill.
     """
 
     rows: int
     rows_within_one_ulp: int
     max_relative_error: float
+    max_output_error: float
+    routed_rows: int
+    routed_alike: int
 
 
 @dataclass(frozen=True)
