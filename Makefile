@@ -9,7 +9,7 @@ TEST_PROCESSES ?= 3
 IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-long peer-tests gpu-check check-sglang mooncake lint format clean
+.PHONY: demo test test-long peer-tests gpu-check check-sglang mooncake chromium lint format clean
 
 demo: $(STAMP)
 	$(BIN)/krul-sglang demo $(ARGS)
@@ -44,9 +44,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# System packages of the Mooncake tier, the only thing here that needs root; without them its tests are skipped.
+# System packages of the Mooncake tier. Only this and `make chromium` need root; without them tests are skipped.
 mooncake: $(STAMP)
 	VENV="$(VENV)" scripts/install_mooncake_libraries.sh
+
+# The browser that the tests of the daemon's web page use.
+chromium:
+	scripts/install_chromium.sh
 
 # An existing environment is kept; it is brought up to date when the project's requirements change.
 $(STAMP): pyproject.toml

@@ -224,8 +224,8 @@ class KrulConfig:
         0,
         *_PORT,
         "*daemon* Local port on which the daemon takes hints of applications about their conversations "
-        "(docs/agents.md), from whoever has the token in its runtime directory; 0: none. Requests carry "
-        "hints without it.",
+        "(docs/agents.md), from whoever has the token in its runtime directory, and serves its web page "
+        "(docs/serving.md); 0: none. Requests carry hints without it.",
     )
 
     strategy: str = _choice(

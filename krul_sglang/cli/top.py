@@ -34,12 +34,11 @@ from krul_backend.atomic_file import replacing
 from krul_backend.daemon.client import AdminClient
 from krul_backend.errors import KrulError
 from krul_backend.memory import format_bytes
+from krul_backend.tiers.common.conversations import MAX_LISTED_TURNS, conversations_of
 from krul_backend.tiers.common.interface import DRAM_TIER, SegmentInfo
 from krul_sglang.cli.server_client import CannotRunError, printable, request, states_with_krul
 from krul_sglang.traced_restore import RESTORES, TracedRestore
 
-MAX_LISTED_TURNS = 2_000
-"""Of more, the daemon is not asked for a list: it would sort all of them for each picture."""
 _MAX_CONVERSATIONS = 20
 _MAX_RESTORES = 8
 _DAEMON_TIMEOUT_S = 1.0
@@ -179,32 +178,23 @@ def _savings(
     return table
 
 
-def _conversations(turns: Iterable[SegmentInfo]) -> RenderableType:
-    """A line for each conversation, the last used first. What several continue belongs to the first."""
-    ordered = sorted(turns, key=lambda turn: turn.start_token)
-    firsts: dict[tuple[str, str], str] = {}
-    found: dict[tuple[str, str], list[SegmentInfo]] = {}
-    for turn in ordered:
-        before = turn.model, turn.parent_key or turn.last_page_key
-        first = firsts.get(before, turn.last_page_key)
-        firsts[turn.model, turn.last_page_key] = first
-        found.setdefault((turn.model, first), []).append(turn)
-    tiers = sorted({tier for turn in ordered for tier in turn.tiers})
-    tenants = ["tenant"] if any(turn.tenant for turn in ordered) else []
+def _conversations(turns: Sequence[SegmentInfo]) -> RenderableType:
+    """A line for each conversation, the last used first."""
+    tiers = sorted({tier for turn in turns for tier in turn.tiers})
+    tenants = ["tenant"] if any(turn.tenant for turn in turns) else []
     names = ("first page", *tenants, "tokens", "turns", *tiers, "exact", "leases", "idle")
     table = _table(*names, left=1 + len(tenants))
-    latest = sorted(found.items(), key=lambda item: min(turn.idle_s for turn in item[1]))
-    for (_, first), parts in latest[:_MAX_CONVERSATIONS]:
-        kept = [turn for turn in parts if not turn.is_fast_copy]
+    latest = conversations_of(turns)
+    for conversation in latest[:_MAX_CONVERSATIONS]:
         table.add_row(
-            printable(first)[:10],
-            *(printable(parts[0].tenant)[:12] or "-" for _ in tenants),
-            _count(max(turn.start_token + turn.num_tokens for turn in parts)),
-            str(len({turn.last_page_key for turn in parts})),
-            *(_held(turn for turn in kept if tier in turn.tiers) for tier in tiers),
-            _held(turn for turn in parts if turn.is_fast_copy),
-            str(sum(turn.num_leases for turn in parts)),
-            _seconds(min(turn.idle_s for turn in parts)),
+            printable(conversation.first_page)[:10],
+            *(printable(conversation.segments[0].tenant)[:12] or "-" for _ in tenants),
+            _count(conversation.num_tokens),
+            str(conversation.num_turns),
+            *(_held(conversation.held_bytes(tier)) for tier in tiers),
+            _held(conversation.exact_copy_bytes),
+            str(conversation.num_leases),
+            _seconds(conversation.idle_s),
         )
     left_out = len(latest) - _MAX_CONVERSATIONS
     return Group(table, Text(f"and {left_out} more", "dim")) if left_out > 0 else table
@@ -234,8 +224,7 @@ def _table(*names: str, left: int) -> Table:
     return table
 
 
-def _held(turns: Iterable[SegmentInfo]) -> str:
-    num_bytes = sum(turn.num_bytes for turn in turns)
+def _held(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "-"
 
 

@@ -64,8 +64,10 @@ def test_the_wheel_has_both_packages_and_neither_tests_nor_what_only_the_demo_ne
     assert {name.split("/")[0] for name in found} == {"krul_sglang", "krul_backend"}
     sources = [*ROOT.glob("krul_sglang/**/*.py"), *(ROOT / "backend").glob("krul_backend/**/*.py")]
     modules = {str(path.relative_to(ROOT)).removeprefix("backend/") for path in sources}
+    page = ROOT.glob("backend/krul_backend/daemon/server/page/*")
     others = {"krul_sglang/py.typed", "krul_backend/py.typed", "krul_sglang/assets/chats.json"}
-    assert found == modules | others
+    assert found == modules | others | {str(path.relative_to(ROOT / "backend")) for path in page}
+    assert "krul_backend/daemon/server/page/uPlot.LICENSE" in found
 
 
 def test_a_wheel_that_is_built_from_the_sdist_is_the_same(built: tuple[Path, Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import http.client
 import logging
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -19,11 +20,13 @@ import pytest
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.daemon.server import hint_endpoint
 from krul_backend.daemon.server.hint_endpoint import HintEndpoint
+from krul_backend.daemon.server.status_page import MAX_AGE_S, StatusPage
 from krul_backend.errors import HintError
 from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_sglang.demo.server import find_free_port
 from krul_sglang.hints import AsyncHintClient, HintClient, HintsUnreachableError, tenant_of
 from tests.support.daemon_process import running_daemon, start_daemon
+from tests.support.stats_builders import make_daemon_stats, make_store_stats
 from tests.support.store_builders import make_model, page_keys, put, wait_until
 
 MODEL = make_model()
@@ -79,7 +82,26 @@ def test_the_token_is_for_this_user_alone(daemon: Daemon) -> None:
         reply = daemon.post(body, headers=headers)
         assert reply.status_code == 401
         assert "hints.token" in reply.json()["error"]
-    assert httpx.get(daemon.url, trust_env=False).status_code == 404
+
+
+def test_the_page_comes_to_everybody_and_what_it_shows_needs_the_token(daemon: Daemon) -> None:
+    for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/uPlot.js", "text/javascript")):
+        file = httpx.get(daemon.url + path, trust_env=False)
+        assert (file.status_code, file.headers["content-type"]) == (200, f"{kind}; charset=utf-8")
+        assert "default-src 'none'; script-src 'self'" in file.headers["content-security-policy"]
+    assert httpx.get(f"{daemon.url}/uPlot.LICENSE", trust_env=False).status_code == 404
+    url = f"{daemon.url}/v1/status"
+    refused = httpx.get(url, trust_env=False)
+    assert (refused.status_code, refused.headers["connection"]) == (401, "close")
+    store_turn(daemon, "shown")
+    time.sleep(MAX_AGE_S)
+    answer = httpx.get(url, headers={"Authorization": f"Bearer {daemon.token}"}, trust_env=False)
+    assert answer.status_code == 200
+    assert "access-control-allow-origin" not in answer.headers
+    shown = answer.json()
+    assert [tier["name"] for tier in shown["tiers"]] == ["dram", "ssd"]
+    assert any(each["held"]["dram"] == TURN_BYTES - 64 for each in shown["conversations"])
+    assert shown["samples"]
 
 
 def test_a_conversation_is_prefetched_before_its_request(daemon: Daemon) -> None:
@@ -234,11 +256,15 @@ def test_a_wrong_token_ends_the_connection(daemon: Daemon) -> None:
         assert (reply.status, reply.will_close) == (401, True)
 
 
+def empty_page() -> StatusPage:
+    return StatusPage(lambda: (make_store_stats(), make_daemon_stats()), list)
+
+
 @contextmanager
 def serving(directory: Path) -> Iterator[tuple[tuple[str, int], str]]:
     """An endpoint in this process: its address and token."""
     port = find_free_port()
-    endpoint = HintEndpoint(port, directory / "token", lambda session, hint: 7)
+    endpoint = HintEndpoint(port, directory / "token", lambda session, hint: 7, empty_page())
     try:
         yield ("127.0.0.1", port), (directory / "token").read_text()
     finally:
@@ -275,7 +301,8 @@ def test_a_taken_port_is_one_line_and_the_daemon_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, caplog.at_level(logging.INFO):
-        endpoint = HintEndpoint(taken.getsockname()[1], tmp_path / "token", lambda session, hint: 0)
+        port = taken.getsockname()[1]
+        endpoint = HintEndpoint(port, tmp_path / "token", lambda session, hint: 0, empty_page())
         endpoint.close()
         endpoint.close()
     (record,) = (record for record in caplog.records if record.name.startswith("krul_backend"))

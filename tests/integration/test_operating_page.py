@@ -41,8 +41,13 @@ def environment(
     tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, str]]:
     """The variables of the page."""
-    port, model = find_free_port(), tiny_models["float32"]
-    options = {"metrics_port": port, "ssd_dir": str(tmp_path_factory.mktemp("ssd")), "planner": "full-load"}
+    metrics_port, hints_port, model = find_free_port(), find_free_port(), tiny_models["float32"]
+    options = {
+        "metrics_port": metrics_port,
+        "hints_port": hints_port,
+        "ssd_dir": str(tmp_path_factory.mktemp("ssd")),
+        "planner": "full-load",
+    }
     with ForkedServer(
         model, args=(*small_krul_server_args(POOL_TOKENS, options), "--enable-metrics")
     ) as server:
@@ -51,7 +56,8 @@ def environment(
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "MODEL": str(model),
             "URL": server.url,
-            "METRICS": f"http://127.0.0.1:{port}",
+            "METRICS": f"http://127.0.0.1:{metrics_port}",
+            "HINTS": f"http://127.0.0.1:{hints_port}",
         }
 
 

@@ -17,19 +17,19 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 46_630),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_470),
+    "product": (PRODUCT, 47_130),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_700),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_040,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        15_210,
+        15_490,
     ),
     "benchmarks": (("benchmarks",), 9_750),
-    "tests": (("tests",), 59_670),
-    "tests/support": (("tests/support",), 5_700),
+    "tests": (("tests",), 60_320),
+    "tests/support": (("tests/support",), 5_810),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 

@@ -17,10 +17,11 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 from typer.testing import CliRunner
 
+from krul_backend.tiers.common.conversations import MAX_LISTED_TURNS
 from krul_backend.tiers.common.interface import SegmentInfo
 from krul_sglang.cli import app as cli
 from krul_sglang.cli.server_client import CannotRunError
-from krul_sglang.cli.top import MAX_LISTED_TURNS, SECTIONS, Picture, TopApp, ask, draw, picture, plain
+from krul_sglang.cli.top import SECTIONS, Picture, TopApp, ask, draw, picture, plain
 from tests.support.stats_builders import make_segment_info
 from tests.unit.test_trace import RECORDED, RESCUED
 

@@ -103,7 +103,7 @@ def serve_command(
         int, typer.Option(help="Serve metrics for Prometheus on this port of 127.0.0.1; 0: do not.")
     ] = DaemonConfig.metrics_port,
     hints_port: Annotated[
-        int, typer.Option(help="Take hints of applications on this port of 127.0.0.1; 0: do not.")
+        int, typer.Option(help="Take hints, and serve a web page, on this port of 127.0.0.1; 0: do not.")
     ] = DaemonConfig.hints_port,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every detail.")] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Takes hints about named conversations over HTTP on this machine."""
+"""Takes hints about named conversations over HTTP on this machine, and serves the daemon's web page there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
+from krul_backend.daemon.server.status_page import STATUS_PATH, StatusPage
 from krul_backend.errors import HintError, KrulError
 from krul_backend.tiers.common.hint import MAX_SESSION_LENGTH, Hint, SessionName, parse_hint
 
@@ -36,7 +37,8 @@ TakeHint = Callable[[SessionName, Hint], int]
 
 
 class HintEndpoint:
-    """Answers ``POST /v1/hints`` on a port of 127.0.0.1, for whoever has the token, until ``close``.
+    """Answers ``POST /v1/hints`` and the page's questions on a port of 127.0.0.1, for whoever has the token,
+    until ``close``. The page's own files are for everybody.
 
     If the port is taken, this logs one line: the daemon serves without it.
 
@@ -45,11 +47,13 @@ class HintEndpoint:
         token_path: where the token is written, for this user only.
         take: called in threads of the endpoint with each hint; returns how many pages it holds for, and
             raises KeyError for a name of which nothing is stored.
+        page: what the page shows.
     """
 
-    def __init__(self, port: int, token_path: Path, take: TakeHint) -> None:
+    def __init__(self, port: int, token_path: Path, take: TakeHint, page: StatusPage) -> None:
         self._token_path = token_path
         self._take = take
+        self._page = page
         self._token = secrets.token_urlsafe(32)
         self._num_running = 0
         self._second = 0
@@ -88,6 +92,8 @@ class HintEndpoint:
     async def _run(self, port: int) -> None:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post(HINTS_PATH, self._answer)
+        app.router.add_get(STATUS_PATH, self._answer_page)
+        self._page.add_files(app.router)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=_IDLE_S)
         await runner.setup()
         server = runner.server
@@ -97,27 +103,27 @@ class HintEndpoint:
             return server() if len(server.connections) < MAX_CONNECTIONS else _Refused()
 
         listening: asyncio.Server | None = None
+        sampling = asyncio.create_task(self._page.note_samples())
         try:
             listening = await self._loop.create_server(new_protocol, HINTS_HOST, port)
             logger.info(
-                "hints at http://%s:%d%s, token in %s", HINTS_HOST, port, HINTS_PATH, self._token_path
+                "hints at http://%s:%d%s, and a page at /; token in %s",
+                HINTS_HOST,
+                port,
+                HINTS_PATH,
+                self._token_path,
             )
             self._has_begun.set()
             await self._stop.wait()
         finally:
+            sampling.cancel()
             if listening is not None:
                 listening.close()
             await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
         if not self._is_allowed(request):
-            name = self._token_path.name
-            refusal = _refusal(
-                401, f"no token, or a wrong one: send 'Authorization: Bearer' with that of {name}"
-            )
-            # Whoever guesses connects again for each guess.
-            refusal.force_close()
-            return refusal
+            return self._unauthorized()
         if not self._is_within_rate():
             return _refusal(
                 429, f"too many hints, accepted are {MAX_PER_SECOND} a second and {MAX_AT_ONCE} at a time"
@@ -143,6 +149,21 @@ class HintEndpoint:
         finally:
             self._num_running -= 1
         return web.json_response({"pages": num_pages})
+
+    async def _answer_page(self, request: web.Request) -> web.Response:
+        if not self._is_allowed(request):
+            return self._unauthorized()
+        try:
+            return web.Response(body=await self._page.status(), content_type="application/json")
+        except KrulError as error:
+            return _refusal(503, str(error))
+
+    def _unauthorized(self) -> web.Response:
+        name = self._token_path.name
+        refusal = _refusal(401, f"no token, or a wrong one: send 'Authorization: Bearer' with that of {name}")
+        # Whoever guesses connects again for each guess.
+        refusal.force_close()
+        return refusal
 
     def _is_allowed(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization", "")

@@ -16,14 +16,16 @@ from typing import TextIO
 import msgspec
 import zmq
 
+from krul_backend.daemon.protocol.messages import DaemonStats
 from krul_backend.daemon.protocol.runtime_dir import HINTS_TOKEN_NAME, RuntimeDir
 from krul_backend.daemon.server.build_store import build_store
 from krul_backend.daemon.server.config import DaemonConfig
 from krul_backend.daemon.server.control_socket import AdminEndpoint
-from krul_backend.daemon.server.metrics import DaemonMetrics
+from krul_backend.daemon.server.metrics import DaemonMetrics, ReadStats
 from krul_backend.daemon.server.server import DaemonServer
 from krul_backend.memory import format_bytes
 from krul_backend.store.tiered_store import TieredStore
+from krul_backend.tiers.common.interface import StoreStats
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +63,12 @@ def serve(config: DaemonConfig) -> None:
         admin = _admin_endpoint(context, config)
         if admin is not None:
             stack.callback(admin.close)
-        # ``server`` is set below, before the page is served and can ask for statistics.
-        metrics = DaemonMetrics(lambda: (store.stats(), server.daemon_stats()))
+
+        # ``server`` is set below, before anybody can ask for statistics.
+        def read_stats() -> tuple[StoreStats, DaemonStats]:
+            return store.stats(), server.daemon_stats()
+
+        metrics = DaemonMetrics(read_stats)
         stack.callback(metrics.close)
         server = DaemonServer(
             runtime_dir,
@@ -83,7 +89,7 @@ def serve(config: DaemonConfig) -> None:
                 if config.metrics_port:
                     metrics.serve(config.metrics_port)
                 if config.hints_port:
-                    stack.enter_context(_hint_endpoint(config, store))
+                    stack.enter_context(_hint_endpoint(config, store, read_stats))
                 _announce(config, stdout)
                 server.run()
             finally:
@@ -137,13 +143,17 @@ def _admin_endpoint(context: zmq.Context[zmq.Socket[bytes]], config: DaemonConfi
 
 
 @contextlib.contextmanager
-def _hint_endpoint(config: DaemonConfig, store: TieredStore) -> Iterator[None]:
+def _hint_endpoint(config: DaemonConfig, store: TieredStore, read_stats: ReadStats) -> Iterator[None]:
     # Imported late: a daemon without the endpoint loads nothing that it needs.
     from krul_backend.daemon.server.hint_endpoint import HintEndpoint
+    from krul_backend.daemon.server.status_page import StatusPage
 
     token_path = config.runtime_dir.absolute() / HINTS_TOKEN_NAME
     endpoint = HintEndpoint(
-        config.hints_port, token_path, lambda session, hint: store.advise(hint, session=session)
+        config.hints_port,
+        token_path,
+        lambda session, hint: store.advise(hint, session=session),
+        StatusPage(read_stats, store.list_segments),
     )
     try:
         yield
