@@ -33,14 +33,15 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return "krul_cpu"
 
     def init_backend(self) -> None:
-        """Register the default attention backend, and let adapters be loaded. SGLang calls this in each
-        worker, before it makes one."""
+        """Register the default attention backend and convolutions, and let adapters be loaded. SGLang calls
+        this in each worker, before it makes one."""
         from sglang.srt.lora import layers
         from sglang.srt.lora.backend import torch_backend
 
-        from krul_sglang.adapter.platforms import cpu_attention
+        from krul_sglang.adapter.platforms import cpu_attention, cpu_convolution
 
         cpu_attention.register()
+        cpu_convolution.install()
         for module in (layers, torch_backend):
             module.__dict__["torch"] = _PageableTorch()
         # It would raise: there is no driver.
