@@ -1,4 +1,4 @@
-"""A tiny random Llama, Qwen3-MoE or DeepSeek that the real SGLang server serves on a CPU within seconds.
+"""A tiny random Llama, Qwen3-MoE, DeepSeek or LFM2 that the real SGLang server serves on a CPU.
 
 Its greedy text is noise, but it depends on the whole prompt: with N(0, 0.08) weights, an untied head and a
 hidden size of 256 it does not fall into repeating one token (at 64 it does), so a wrong KV cache changes the
@@ -204,6 +204,24 @@ def build_window_model(path: Path, *, window: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Gemma3ForCausalLM(Gemma3TextConfig(**shape, **windows)).save_pretrained(path)
+    return path
+
+
+def build_hybrid_model(path: Path) -> Path:
+    """As ``build_tiny_model``: an LFM2 in float32, of two layers with attention, each between others with
+    short convolutions."""
+    import torch
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    shape = _shape_with_tokenizer(path, 512, 256, 5, 4, 2, 8192, 0.08)
+    layers = {
+        "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": False,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Lfm2ForCausalLM(Lfm2Config(**shape | layers)).save_pretrained(path)
     return path
 
 

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 47_130),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_700),
+    "product": (PRODUCT, 47_230),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_810),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_040,
@@ -28,8 +28,8 @@ LIMITS = {
         15_490,
     ),
     "benchmarks": (("benchmarks",), 9_750),
-    "tests": (("tests",), 60_320),
-    "tests/support": (("tests/support",), 5_810),
+    "tests": (("tests",), 60_430),
+    "tests/support": (("tests/support",), 5_830),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 

@@ -1,0 +1,103 @@
+"""Torch versions of the causal convolutions that Mamba and hybrid models need, for servers without an
+accelerator.
+
+SGLang's own are Triton kernels. The functions here have their contracts: what is written, and where.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+PAD_SLOT = -1
+"""SGLang's index of a request that only fills up a batch."""
+
+
+def install() -> None:
+    """Have SGLang take these functions where it would take its Triton kernels. Safe to call again."""
+    from sglang.srt.layers.attention.mamba import causal_conv1d
+
+    causal_conv1d.__dict__.update(
+        _causal_conv1d_fn_triton=convolve_prompts, _causal_conv1d_update_triton=convolve_next
+    )
+
+
+def convolve_prompts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens_cpu: list[int],
+    cache_indices: torch.Tensor,
+    has_initial_state: torch.Tensor | None = None,
+    activation: str | None = "silu",
+    pad_slot_id: int = PAD_SLOT,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Convolve new tokens of several requests, which lie one after another.
+
+    Args:
+        x: ``[channels, tokens]``.
+        weight: ``[channels, width]``; ``bias``: ``[channels]``.
+        conv_states: ``[slots, channels, width - 1]``: the inputs of the last tokens of each slot, oldest
+            first. Those of the requests are written.
+        query_start_loc: ``[batch + 1]``, where each request begins in ``x``.
+        seq_lens_cpu: not read.
+        cache_indices: ``[batch]``, the requests' slots.
+        has_initial_state: bool ``[batch]``; without a state a request begins with zeros. None: all have none.
+
+    Returns:
+        ``[channels, tokens]``.
+    """
+    output = torch.empty_like(x)
+    starts, slots = query_start_loc.tolist(), cache_indices.tolist()
+    are_resumed = [False] * len(slots) if has_initial_state is None else has_initial_state.tolist()
+    for slot, is_resumed, start, end in zip(slots, are_resumed, starts, starts[1:], strict=False):
+        if slot == pad_slot_id or start == end:
+            continue
+        state = conv_states[slot]
+        before = state.to(x.dtype) if is_resumed else x.new_zeros(state.shape)
+        inputs = torch.cat([before, x[:, start:end]], dim=1)
+        output[:, start:end] = _convolve(inputs[None], weight, bias, activation)[0]
+        state.copy_(inputs[:, -state.shape[1] :])
+    return output
+
+
+def convolve_next(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    conv_state_indices: torch.Tensor | None = None,
+    pad_slot_id: int = PAD_SLOT,
+) -> torch.Tensor:
+    """Convolve the next token of each request: ``x`` ``[batch, channels]``, and so the result.
+
+    ``conv_state`` is written, as by ``convolve_prompts``; ``conv_state_indices`` ``[batch]`` are the slots.
+    """
+    assert x.dim() == 2, x.shape
+    assert cache_seqlens is None
+    assert conv_state_indices is not None
+    slots = conv_state_indices.long()
+    rows = (slots != pad_slot_id).nonzero()[:, 0]
+    slots = slots[rows]
+    # [batch, channels, width]
+    inputs = torch.cat([conv_state[slots].to(x.dtype), x[rows, :, None]], dim=2)
+    conv_state[slots] = inputs[:, :, 1:].to(conv_state.dtype)
+    output = torch.zeros_like(x)
+    output[rows] = _convolve(inputs, weight, bias, activation)[:, :, 0]
+    return output
+
+
+def _convolve(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """Each channel by itself: ``[batch, channels, width - 1 + tokens]`` to ``[batch, channels, tokens]``."""
+    assert activation in (None, "silu", "swish"), activation
+    output = F.conv1d(inputs, weight[:, None], bias, groups=len(weight))
+    return output if activation is None else F.silu(output)
