@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 45_690),
+    "product": (PRODUCT, 46_603),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_000),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
@@ -25,11 +25,11 @@ LIMITS = {
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        14_970,
+        15_886,
     ),
-    "benchmarks": (("benchmarks",), 9_620),
-    "tests": (("tests",), 58_330),
-    "tests/support": (("tests/support",), 5_670),
+    "benchmarks": (("benchmarks",), 9_877),
+    "tests": (("tests",), 58_606),
+    "tests/support": (("tests/support",), 5_687),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 
