@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks import codec, multiturn, overlap, support
+from benchmarks import codec, multiturn, overlap, scale, support
 from benchmarks.launches import __main__ as launches
 from benchmarks.load import rows as load
 from benchmarks.quality import result as quality
@@ -129,6 +129,7 @@ TABLES: dict[str, tuple[Callable[[Result, Path], str], *tuple[str, ...]]] = {
     "launches": (launches.launches_table, "launches.json"),
     "timeline": (timeline.timeline_table, "launches.json"),
     "tiers": (tiers.tiers_table, "tiers-cpu.json"),
+    "scale": (scale.scale_table, "scale-cpu.json"),
 }
 """What is written at each place of a page, and of which results in ``benchmarks/results``."""
 

@@ -1,23 +1,41 @@
-"""``python -m benchmarks.scale --json FILE``: what the SSD tier writes and uses of its cap."""
+"""``python -m benchmarks.scale --json FILE``: an SSD tier of millions of segments, and its use of its cap."""
 
 from __future__ import annotations
 
 import argparse
 import random
+import struct
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks import runner
 from benchmarks.runner import Result
 from benchmarks.tables import Columns, cell, source, table_of
 from benchmarks.tiers.configuration import KIB, MIB, TiersBenchmarkError
+from benchmarks.tiers.disk import evict
 from benchmarks.tiers.segments import make_manifest, make_model, page_keys, token_ids
+from krul_backend.tiers.common.eviction import UNKNOWN_PAUSE_S
 from krul_backend.tiers.common.interface import block_checksums
+from krul_backend.tiers.common.record import (
+    SegmentRecord,
+    encode_metadata,
+    encode_segment,
+    no_checksums,
+)
+from krul_backend.tiers.ssd.disk import Disk
+from krul_backend.tiers.ssd.index import Entry, SegmentIndex, digest_of, place_of
+from krul_backend.tiers.ssd.log_file import LogFile
+from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES, format_directory
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 
 _NUM_LAYERS = 32
@@ -26,6 +44,14 @@ _PAGE_BYTES = 128 * KIB
 _MAX_PAGES = 64
 _TIMES_THE_CAP = 4
 _TIMEOUT_S = 60.0
+
+_PAGES = 8
+_SHARE_BYTES = 32_000
+"""Of a layer: a segment of the index takes 1 MB, or would."""
+_NUM_FILES = 32
+_SAMPLED = 1000
+"""One in so many has a header on the disk."""
+_NUM_LOOKUPS = 2000
 
 
 def space_rows(folder: Path, capacity_bytes: int, seed: int) -> list[dict[str, Any]]:
@@ -73,6 +99,115 @@ def _written_bytes() -> int:
     return int(fields["write_bytes"])
 
 
+def index_rows(folder: Path, num_segments: int) -> list[dict[str, Any]]:
+    """A directory of so many segments, of which the index is whole, and of the logs some headers.
+
+    It is opened by a process of its own, when no page of it is cached.
+    """
+    shape = make_manifest(make_model(_NUM_LAYERS), 0, 0, _PAGES, (_SHARE_BYTES,) * _NUM_LAYERS)
+    checksums = no_checksums(shape)
+    metadata = encode_metadata(shape, checksums)
+    record = SegmentRecord.of(shape, checksums, metadata)
+    capacity_bytes = 2 * num_segments * record.num_bytes
+    SsdTier(folder / "ssd", capacity_bytes).close()
+    _fill(format_directory(folder / "ssd"), num_segments, record)
+    evict(folder)
+    with get_context("spawn").Pool(1) as pool:
+        ready_s, per_s, memory_bytes = pool.apply(_open_and_look_up, (folder, capacity_bytes, num_segments))
+    return [
+        _at_most(f"seconds until {num_segments:,} segments can be found", ready_s, 2.0),
+        _at_most("memory after that and after the lookups, GB", memory_bytes / 1e9, 1.0),
+        _at_least("lookups per second, headers from the disk", per_s, 500),
+    ]
+
+
+def _fill(directory: Path, num_segments: int, record: SegmentRecord) -> None:
+    """Write the tables of the index, each in its order, log files that are all hole, and every so manieth
+    header."""
+    index = SegmentIndex(directory, 0)
+    state = index.load_state()
+    assert state is not None, "the tier has saved its state when it was closed"
+    per_file = -(-num_segments // _NUM_FILES)
+    end = FILE_HEADER_NUM_BYTES + per_file * record.num_bytes
+    digests = np.empty((num_segments * _PAGES, 2), dtype=">u8")
+    files = {}
+    like = Entry.of(record, 0, UNKNOWN_PAUSE_S)
+    fingerprint = record.manifest.model.fingerprint
+
+    def places() -> Iterator[int]:
+        for number in range(num_segments):
+            at = FILE_HEADER_NUM_BYTES + number % per_file * record.num_bytes
+            yield place_of(1 + number // per_file, at)
+
+    def entries() -> Iterator[tuple[bytes, bytes]]:
+        for number, place in enumerate(places()):
+            pages = b"".join(digest_of(fingerprint, key) for key in page_keys(number, 0, _PAGES))
+            digests[number * _PAGES : (number + 1) * _PAGES] = np.frombuffer(pages, ">u8").reshape(-1, 2)
+            yield place.to_bytes(8, "big"), like._replace(used_at=number + 1, pages=pages).encode()
+
+    for number in range(1, _NUM_FILES + 1):
+        file = LogFile.create(Disk(), directory, number)
+        with file.path.open("r+b") as log:
+            for segment in range((number - 1) * per_file, min(number * per_file, num_segments)):
+                if segment % _SAMPLED == 0:
+                    offset = FILE_HEADER_NUM_BYTES + segment % per_file * record.num_bytes
+                    manifest = replace(record.manifest, page_keys=page_keys(segment, 0, _PAGES))
+                    metadata = encode_metadata(manifest, record.checksums)
+                    log.seek(offset)
+                    log.write(encode_segment(manifest, metadata, file.place(offset)))
+            log.truncate(end)
+        files[number] = (file.file_id, end, per_file * record.num_bytes)
+        file.close()
+    with index.changing() as change:
+
+        def fill(name: str, rows: Iterator[tuple[bytes, bytes]]) -> None:
+            # Each table in its order, as nothing else is as fast.
+            change._txn.cursor(getattr(change, f"_{name}")).putmulti(rows, append=True)
+
+        fill("segments", entries())
+        fill("order", ((at.to_bytes(8, "big"), p.to_bytes(8, "big")) for at, p in enumerate(places(), 1)))
+        order = np.argsort(digests[:, 0], kind="stable")
+        where = np.fromiter(places(), np.uint64, num_segments)
+        fill(
+            "pages",
+            (
+                (digests[at].tobytes(), struct.pack(">QI", where[at // _PAGES], at % _PAGES))
+                for at in order.tolist()
+            ),
+        )
+        change.save_state(
+            state._replace(
+                files=files,
+                num_segments=num_segments,
+                num_pages=num_segments * _PAGES,
+                stored_bytes=num_segments * record.manifest.num_bytes,
+            )
+        )
+    index.close()
+
+
+def _open_and_look_up(folder: Path, capacity_bytes: int, num_segments: int) -> tuple[float, float, int]:
+    """Seconds until the tier has opened, lookups per second, and the memory of this process in bytes."""
+    started_s = time.monotonic()
+    tier = SsdTier(folder / "ssd", capacity_bytes)
+    if not tier.wait_until_open(_TIMEOUT_S):
+        raise TiersBenchmarkError("the SSD tier did not open")
+    ready_s = time.monotonic() - started_s
+    model = make_model(_NUM_LAYERS)
+    on_disk = range(0, num_segments, _SAMPLED)
+    asked = random.Random(0).sample(on_disk, min(_NUM_LOOKUPS, len(on_disk)))
+    started_s = time.monotonic()
+    for number in asked:
+        runs = tier.match(model, page_keys(number, 0, _PAGES), token_ids(0, _PAGES), 0)
+        if [run.num_pages for run in runs] != [_PAGES]:
+            raise TiersBenchmarkError(f"segment {number} was not found")
+        tier.release(runs[0])
+    per_s = len(asked) / (time.monotonic() - started_s)
+    memory_bytes = psutil.Process().memory_info().rss
+    tier.close()
+    return ready_s, per_s, memory_bytes
+
+
 def _at_most(name: str, value: float, bound: float) -> dict[str, Any]:
     return {"name": name, "value": value, "bound": bound, "met": value <= bound}
 
@@ -81,12 +216,19 @@ def _at_least(name: str, value: float, bound: float) -> dict[str, Any]:
     return {"name": name, "value": value, "bound": bound, "met": value >= bound}
 
 
-def run(folder: Path | None, capacity_bytes: int, seed: int) -> dict[str, Any]:
-    """All rows. Raises TiersBenchmarkError if the tier refuses a segment."""
+def run(folder: Path | None, capacity_bytes: int, num_segments: int, seed: int) -> dict[str, Any]:
+    """All rows. Raises TiersBenchmarkError if the tier refuses a segment, or does not find one."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         rows = space_rows(Path(name), capacity_bytes, seed)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        rows += index_rows(Path(name), num_segments)
         kind = subprocess.run(["stat", "-f", "-c", "%T", name], capture_output=True, text=True, check=True)
-    configuration = {"capacity_bytes": capacity_bytes, "seed": seed, "file_system": kind.stdout.strip()}
+    configuration = {
+        "capacity_bytes": capacity_bytes,
+        "num_segments": num_segments,
+        "seed": seed,
+        "file_system": kind.stdout.strip(),
+    }
     return {"configuration": configuration, "rows": rows}
 
 
@@ -106,12 +248,14 @@ def scale_table(result: Result, path: Path | None) -> str:
 
 def main() -> int:
     given = _parser().parse_args()
-    return runner.run(given, lambda: run(given.folder, given.capacity_bytes, given.seed), scale_table)
+    options = (given.folder, given.capacity_bytes, given.num_segments, given.seed)
+    return runner.run(given, lambda: run(*options), scale_table)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = runner.make_parser("scale", "What the SSD tier writes and uses of its cap.", seed=0)
+    parser = runner.make_parser("scale", "An SSD tier of millions of segments.", seed=0)
     parser.add_argument("--capacity-bytes", type=int, default=512 * MIB, help="the cap of the tier")
+    parser.add_argument("--num-segments", type=int, default=3_000_000, help="in the index")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: of temporary files)")
     return parser
 

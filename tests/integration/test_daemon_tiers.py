@@ -152,10 +152,10 @@ import os, time
 from krul_backend.tiers.ssd.log_file import LogFile
 scan = LogFile.scan
 
-def wait_and_scan(self):
+def wait_and_scan(self, start):
     while not os.path.exists(os.environ["KRUL_TEST_SCAN_GATE"]):
         time.sleep(0.02)
-    yield from scan(self)
+    yield from scan(self, start)
 
 LogFile.scan = wait_and_scan
 """

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 47_230),
+    "product": (PRODUCT, 48_070),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_810),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
@@ -25,10 +25,10 @@ LIMITS = {
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        15_490,
+        16_320,
     ),
-    "benchmarks": (("benchmarks",), 9_750),
-    "tests": (("tests",), 60_430),
+    "benchmarks": (("benchmarks",), 9_900),
+    "tests": (("tests",), 60_640),
     "tests/support": (("tests/support",), 5_830),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

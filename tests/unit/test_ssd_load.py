@@ -12,6 +12,7 @@ import pytest
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.interface import Lease
 from krul_backend.tiers.dram.host_store import HostStore
+from krul_backend.tiers.ssd.index import file_number_of, offset_of
 from krul_backend.tiers.ssd.segment_reads import MAX_READS_AT_ONCE
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import SIZES, FaultyDisk, open_tier, put
@@ -46,10 +47,10 @@ class Restores:
         for number in range(NUM_PREFETCHED + NUM_LOADED):
             assert put(self.tier, f"c{number}", seed=number)
         self.store = TieredStore(HostStore(16 * MIB), [self.tier])
-        by_id = sorted(self.tier._state.catalog.segments, key=lambda segment: segment.segment_id)
+        records = list(self.tier._index.records())
         # All lies in one file, and the first block is read from its own sector on.
-        assert len({segment.file for segment in by_id}) == 1
-        self.offsets = [segment.offset + segment.record.block_offsets[0] // 4096 * 4096 for segment in by_id]
+        assert len({file_number_of(place) for place, _ in records}) == 1
+        self.offsets = [offset_of(place) + entry.header_num_bytes // 4096 * 4096 for place, entry in records]
         self.disk.offsets.clear()
         self.disk.gate.clear()
 

@@ -7,16 +7,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.dram.host_store import HostStore
+from krul_backend.tiers.ssd.catalog import Catalog
+from krul_backend.tiers.ssd.disk import Disk
+from krul_backend.tiers.ssd.own_files import format_directory, remove_index
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import (
     SIZES,
     FaultyDisk,
     begin_to_open,
+    disk_bytes,
     has,
     match,
     open_tier,
@@ -57,6 +62,8 @@ def disk(tmp_path: Path) -> Iterator[SlowScan]:
     for number in range(NUM_STORED):
         assert put(tier, f"c{number}", model=(OLD, OTHER)[number % 2], seed=number)
     tier.close()
+    # So that the logs are read.
+    remove_index(Disk(), format_directory(tmp_path))
     slow = SlowScan()
     yield slow
     slow.allow_all()
@@ -96,7 +103,7 @@ def test_until_it_was_read_nothing_is_found_and_what_is_put_waits(
     assert found_of(tier) == [True] * NUM_STORED
     assert has(tier, "new", seed=9)
     assert tier.stats().written_segments == 1
-    (message,) = [record.message for record in caplog.records if "which took" in record.message]
+    (message,) = [record.message for record in caplog.records if "to find out" in record.message]
     assert message.startswith(f"the SSD tier has {NUM_STORED} segments in ")
     tier.close()
 
@@ -150,16 +157,17 @@ def test_a_clear_between_two_steps_of_filling_the_catalog(
     monkeypatch.setattr("krul_backend.tiers.ssd.ssd_tier._MAX_ENTERED", 1)
     tiers: list[SsdTier] = []
     clearing = threading.Thread(target=lambda: tiers[0].clear(OLD))
-    sleep = time.sleep
+    commit = Catalog.commit
 
-    def clear_once(seconds: float) -> None:
-        # Between the first segment of the catalog and the second one.
-        if clearing.ident is None and tiers and tiers[0].stats().num_segments:
+    def clear_once(catalog: Catalog, *punched: Any, **options: Any) -> None:
+        commit(catalog, *punched, **options)
+        # Between the first segment of the index and the second one.
+        if clearing.ident is None and tiers and catalog.num_segments:
             clearing.start()
             while not tiers[0]._state.pending_clears:
-                sleep(1e-3)
+                time.sleep(1e-3)
 
-    monkeypatch.setattr(time, "sleep", clear_once)
+    monkeypatch.setattr(Catalog, "commit", clear_once)
     tiers.append(begin_to_open(tmp_path, disk))
     disk.allow_all()
     assert tiers[0].wait_until_open(20)
@@ -167,6 +175,27 @@ def test_a_clear_between_two_steps_of_filling_the_catalog(
     clearing.join(20)
     assert found_of(tiers[0]) == [number % 2 == 1 for number in range(NUM_STORED)]
     tiers[0].close()
+
+
+def test_an_index_that_was_not_made_to_its_end_is_made_further(
+    tmp_path: Path, disk: SlowScan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("krul_backend.tiers.ssd.ssd_tier._MAX_ENTERED", 1)
+    tier = begin_to_open(tmp_path, disk)
+    disk.allow(9)
+    while tier.stats().num_segments < 4:
+        time.sleep(1e-3)
+    closing = in_thread(tier.close)
+    while not tier._writes.queue.is_closed:
+        time.sleep(1e-3)
+    disk.allow(2)
+    closing.join(20)
+    assert tier.stats().is_opening
+    disk.allow_all()
+    tier = open_tier(tmp_path)
+    assert found_of(tier) == [True] * NUM_STORED
+    assert tier.stats().used_bytes == disk_bytes(tmp_path)
+    tier.close()
 
 
 def test_the_store_serves_from_memory_meanwhile(tmp_path: Path, disk: SlowScan) -> None:

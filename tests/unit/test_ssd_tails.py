@@ -418,6 +418,7 @@ def test_all_files_are_released_after_a_fetch(disk: FaultyDisk, tmp_path: Path) 
         flip_in(tmp_path, random_blocks(SIZES, 1)[0].tobytes(), SIZES[0] - 1)
         Reads(tier, [TAILS] * 3).fetch()
         tier.clear()
+        assert tier.flush(20)
         assert tier.stats().used_bytes == 0
 
 

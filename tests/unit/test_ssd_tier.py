@@ -74,8 +74,8 @@ def test_only_the_missing_pages_are_missing(tier: SsdTier) -> None:
     put(tier, "a", 0, 2)
     put(tier, "a", 2, 4, seed=1)
     put(tier, "a", 4, 6)
-    (lost,) = (each for each in tier._state.catalog.segments if each.manifest.page_keys[0] == "a/2")
-    tier._state.quarantine(lost, "in a test")
+    (lost,) = (each for each in tier.list_segments() if each.start_token == 8)
+    tier._state.quarantine(lost.segment_id, "in a test")
     assert tier.find_missing(make_model(), page_keys("a", 0, 8)) == [range(2, 4), range(6, 8)]
     assert len(match(tier, "a", 0, 8)) == 1
 
@@ -142,6 +142,7 @@ def test_a_clear_outlives_the_process_and_frees_the_files(tmp_path: Path) -> Non
     put(tier, "b", seed=2)
     tier.clear()
     assert not has(tier, "a")
+    assert tier.flush(20)
     assert disk_bytes(tmp_path) == tier.stats().used_bytes == 0
     put(tier, "b", seed=3)
     tier.close()
@@ -196,6 +197,8 @@ def test_a_clear_holds_although_a_record_before_it_is_damaged(tmp_path: Path) ->
     data[data.rindex(b"KRULSEG1") + 70] ^= 1
     path.write_bytes(data)
     tier = open_tier(tmp_path)
+    assert not has(tier, "a", model=old)
+    assert not has(tier, "a", model=other)
     assert tier.stats().num_segments == 0
     tier.close()
 
@@ -312,7 +315,8 @@ def test_files_are_private(tmp_path: Path) -> None:
     (directory,) = tmp_path.iterdir()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
-    assert {path.name for path in directory.iterdir()} == {"lock", "clears", "00000001.log"}
+    names = {path.name for path in directory.iterdir()}
+    assert names == {"lock", "clears", "00000001.log", "index", "index-lock"}
     tier.close()
 
 

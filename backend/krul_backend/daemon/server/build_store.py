@@ -55,7 +55,7 @@ def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
         directory,
         capacity_bytes,
         read_timeout_s=config.ssd_timeout_s,
-        policy=make_policy(config.eviction),
+        eviction=config.eviction,
         max_queued_bytes=config.ssd_queue_bytes,
         patience_s=config.ssd_patience_s,
     )

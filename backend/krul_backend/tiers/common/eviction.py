@@ -31,7 +31,7 @@ _MIN_TAKEN_BYTES = 4096
 _TURN_S = 1.0
 """Uses in quicker succession are of one turn: they say nothing about pauses."""
 
-_UNKNOWN_PAUSE_S = 10.0
+UNKNOWN_PAUSE_S = 10.0
 """The usual pause between two uses of a conversation that was used only once: that of an agent with tools."""
 
 _PAUSE_LEARNING_RATE = 0.3
@@ -78,6 +78,18 @@ def _in_order(order: Collection[int], named: Collection[int] = ()) -> Iterator[i
         if len(part) < num_copied:
             return
         num_copied *= 2
+
+
+def usual_pause_s(usual_s: float, pause_s: float) -> float:
+    """The usual pause between two uses of a segment, after another pause."""
+    return usual_s if pause_s <= _TURN_S else usual_s + _PAUSE_LEARNING_RATE * (pause_s - usual_s)
+
+
+def worth(restore_s: float, num_tokens: int, taken_bytes: int, idle_s: float) -> float:
+    """See ``ValuePolicy``. ``restore_s``: what a restore saves, 0 if not known; ``idle_s``: since its last
+    use, or its usual pause if that is longer."""
+    saved_s = restore_s or num_tokens * UNKNOWN_TOKEN_S
+    return math.sqrt(saved_s / max(taken_bytes, _MIN_TAKEN_BYTES)) / idle_s
 
 
 class EvictionPolicy(ABC):
@@ -174,7 +186,7 @@ class _Node:
 
     segment: Evictable
     last_used_s: float
-    pause_s: float = _UNKNOWN_PAUSE_S
+    pause_s: float = UNKNOWN_PAUSE_S
     is_reachable: bool = True
     is_held: bool = False
     parent: _Node | None = None
@@ -186,20 +198,17 @@ class _Node:
     def use(self, now_s: float) -> None:
         """Note a use."""
         self.is_demoted, self.next_use_at_s = False, None
-        pause_s = now_s - self.last_used_s
-        if pause_s > _TURN_S:
-            self.pause_s += _PAUSE_LEARNING_RATE * (pause_s - self.pause_s)
+        self.pause_s = usual_pause_s(self.pause_s, now_s - self.last_used_s)
         self.last_used_s = now_s
 
     def worth(self, now_s: float) -> float:
         """See ``ValuePolicy``."""
         if not self.is_reachable:
             return 0.0
-        saved_s = self.segment.restore_s or self.segment.num_tokens * UNKNOWN_TOKEN_S
-        taken_bytes = max(self.segment.taken_bytes, _MIN_TAKEN_BYTES)
         usual_s = max(now_s - self.last_used_s, self.pause_s)
         weight = _DEMOTED_WEIGHT if self.is_demoted else self.weight
-        return weight * math.sqrt(saved_s / taken_bytes) / self._from_next_use_s(now_s, usual_s)
+        segment, idle_s = self.segment, self._from_next_use_s(now_s, usual_s)
+        return weight * worth(segment.restore_s, segment.num_tokens, segment.taken_bytes, idle_s)
 
     def _from_next_use_s(self, now_s: float, usual_s: float) -> float:
         """Seconds to the use that a hint expects, or since then for a usual pause; else ``usual_s``."""

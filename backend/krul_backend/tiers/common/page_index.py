@@ -160,18 +160,7 @@ class PageIndex(Generic[SegmentT]):
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         """The maximal runs of ``page_keys`` that are not indexed, as ascending ranges of their positions."""
         pages = self._pages.get(model.fingerprint, {})
-        missing: list[range] = []
-        run_start: int | None = None
-        for i, key in enumerate(page_keys):
-            if key in pages:
-                if run_start is not None:
-                    missing.append(range(run_start, i))
-                    run_start = None
-            elif run_start is None:
-                run_start = i
-        if run_start is not None:
-            missing.append(range(run_start, len(page_keys)))
-        return missing
+        return missing_runs([key in pages for key in page_keys])
 
     def match_prefix(
         self,
@@ -254,6 +243,22 @@ def _count_down(counts: Counter[tuple[str, str]], key: tuple[str, str]) -> None:
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
+
+
+def missing_runs(is_there: Sequence[bool]) -> list[range]:
+    """The maximal runs of what is not there, as ascending ranges of positions."""
+    missing: list[range] = []
+    run_start: int | None = None
+    for i, is_found in enumerate(is_there):
+        if is_found:
+            if run_start is not None:
+                missing.append(range(run_start, i))
+                run_start = None
+        elif run_start is None:
+            run_start = i
+    if run_start is not None:
+        missing.append(range(run_start, len(is_there)))
+    return missing
 
 
 def num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ...], right_start: int) -> int:

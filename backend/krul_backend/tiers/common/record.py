@@ -7,7 +7,7 @@ All numbers are little endian. A record starts at a multiple of 4096 bytes and t
     8       8     XXH3-64 of bytes [16, header_num_bytes), its seed being the place of the record
     16      8     header_num_bytes, without the padding that follows it
     24      8     record_num_bytes, all padding included
-    32      8     sequence: a number that grows with every record written
+    32      8     zeros
     40      4     L, number of layers
     44      4     P, number of pages
     48      4     T, number of token ids
@@ -79,19 +79,16 @@ class SegmentRecord:
     ``num_bytes``: of the whole record, padding included.
     """
 
-    sequence: int
     num_bytes: int
     manifest: SegmentManifest
     checksums: Checksums
     block_offsets: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, sequence: int, manifest: SegmentManifest, checksums: Checksums, metadata: bytes
-    ) -> SegmentRecord:
+    def of(cls, manifest: SegmentManifest, checksums: Checksums, metadata: bytes) -> SegmentRecord:
         """Describe the record that a segment is written as; ``metadata`` is from ``encode_metadata``."""
         offsets, num_bytes = _layout(FIXED_NUM_BYTES + len(metadata), manifest.layer_num_bytes)
-        return cls(sequence, num_bytes, manifest, checksums, offsets)
+        return cls(num_bytes, manifest, checksums, offsets)
 
 
 def segment_num_bytes(manifest: SegmentManifest, metadata: bytes) -> int:
@@ -133,7 +130,7 @@ def no_checksums(manifest: SegmentManifest) -> Checksums:
     return tuple(map(bytes, _checksum_sizes(manifest)))
 
 
-def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int, place: int = 0) -> bytes:
+def encode_segment(manifest: SegmentManifest, metadata: bytes, place: int = 0) -> bytes:
     """Encode a whole header with its padding, up to layer 0's block."""
     header_num_bytes = FIXED_NUM_BYTES + len(metadata)
     offsets, record_num_bytes = _layout(header_num_bytes, manifest.layer_num_bytes)
@@ -146,17 +143,17 @@ def encode_segment(manifest: SegmentManifest, metadata: bytes, sequence: int, pl
     num_json_bytes = len(metadata) - sum(_checksum_sizes(manifest))
     num_json_bytes -= 8 * num_layers + 4 * num_tokens + 2 * num_pages + num_keys_bytes
     counts = (num_layers, num_pages, num_tokens, num_json_bytes, num_keys_bytes)
-    fields = (header_num_bytes, record_num_bytes, sequence, *counts, FORMAT_VERSION)
+    fields = (header_num_bytes, record_num_bytes, 0, *counts, FORMAT_VERSION)
     unsealed = _FIXED.pack(MAGIC, 0, *fields) + metadata
     checksum = xxhash.xxh3_64_intdigest(memoryview(unsealed)[_CHECKED_FROM:], place)
     return (_FIXED.pack(MAGIC, checksum, *fields) + metadata).ljust(offsets[0], b"\0")
 
 
 def record_buffers(
-    manifest: SegmentManifest, metadata: bytes, blocks: Sequence[Block], sequence: int, place: int
+    manifest: SegmentManifest, metadata: bytes, blocks: Sequence[Block], place: int
 ) -> list[bytes | memoryview]:
     """All buffers of a record in the order of writing, padding included: ``segment_num_bytes`` in all."""
-    header = encode_segment(manifest, metadata, sequence, place)
+    header = encode_segment(manifest, metadata, place)
     buffers: list[bytes | memoryview] = [header]
     num_bytes = len(header)
     for block in blocks:
@@ -195,7 +192,7 @@ def decode_header(header: bytes, place: int = 0) -> SegmentRecord:
     header_num_bytes, record_num_bytes = decode_size(header)
     if len(header) < header_num_bytes:
         raise RecordError(f"a header of {header_num_bytes} bytes, cut off after {len(header)}")
-    _, checksum, _, _, sequence, *counts, version = _FIXED.unpack_from(header)
+    _, checksum, _, _, _, *counts, version = _FIXED.unpack_from(header)
     checked = memoryview(header)[_CHECKED_FROM:header_num_bytes]
     if xxhash.xxh3_64_intdigest(checked, place) != checksum:
         raise RecordError("the header's checksum is wrong")
@@ -209,7 +206,7 @@ def decode_header(header: bytes, place: int = 0) -> SegmentRecord:
     offsets, num_bytes = _layout(header_num_bytes, manifest.layer_num_bytes)
     if num_bytes != record_num_bytes:
         raise RecordError(f"blocks of {num_bytes} bytes in a record of {record_num_bytes}")
-    return SegmentRecord(sequence, record_num_bytes, manifest, checksums, offsets)
+    return SegmentRecord(record_num_bytes, manifest, checksums, offsets)
 
 
 def _checksum_sizes(manifest: SegmentManifest) -> list[int]:

@@ -180,7 +180,7 @@ def encode_object(manifest: SegmentManifest, checksums: Checksums) -> tuple[str,
     Raises:
         ManifestError: the manifest cannot be written.
     """
-    metadata = encode_segment(manifest, encode_metadata(manifest, checksums), sequence=0)
+    metadata = encode_segment(manifest, encode_metadata(manifest, checksums))
     return xxhash.xxh3_128_hexdigest(metadata), metadata
 
 

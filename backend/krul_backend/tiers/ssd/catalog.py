@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
+import os
+import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from heapq import merge
+from itertools import chain, islice
+from typing import Any
+from weakref import WeakValueDictionary
 
-from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.tiers.common.eviction import EvictionPolicy
-from krul_backend.tiers.common.interface import Checksums, Clock
+import lmdb
+
+from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.tiers.common.eviction import NUM_OLDEST, NUM_SAMPLED, UNKNOWN_PAUSE_S, usual_pause_s, worth
+from krul_backend.tiers.common.interface import Checksums
 from krul_backend.tiers.common.lower_tier import Suspension, TierCounters
-from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.common.record import SegmentRecord
+from krul_backend.tiers.ssd.index import Entry, SegmentIndex, State, digest_of, file_number_of, place_of
 from krul_backend.tiers.ssd.log_file import LogFile
 
 logger = logging.getLogger(__name__)
 
+_MAX_KEPT = 256
+"""So many records that were found lately are kept in memory, a header each."""
+
+_MAX_USES = 4096
+"""So many uses are noted together, if nothing is written before."""
+
 
 @dataclass(eq=False)
 class SsdSegment:
-    """A segment in a log file. It is changed under the tier's lock only.
+    """A segment whose header was read, or which was just written. It is changed under the tier's lock only.
 
     ``file`` and ``offset`` are where its record is. ``num_holds`` counts the runs that ``match`` gave out: a
     held segment is not evicted. ``is_indexed`` becomes False by eviction, a clear or a wrong checksum, and
@@ -32,11 +48,13 @@ class SsdSegment:
     record: SegmentRecord
     file: LogFile
     offset: int
-    last_used_s: float = 0.0
     num_holds: int = 0
     num_reads: int = 0
-    is_indexed: bool = False
-    segment_id: int = field(default_factory=itertools.count(1).__next__)
+    is_indexed: bool = True
+
+    @property
+    def segment_id(self) -> int:
+        return place_of(self.file.number, self.offset)
 
     @property
     def manifest(self) -> SegmentManifest:
@@ -46,115 +64,339 @@ class SsdSegment:
     def checksums(self) -> Checksums:
         return self.record.checksums
 
-    @property
-    def taken_bytes(self) -> int:
-        return self.record.num_bytes
-
-    @property
-    def start_token(self) -> int:
-        return self.manifest.start_token
-
-    @property
-    def num_tokens(self) -> int:
-        return self.manifest.num_tokens
-
-    @property
-    def restore_s(self) -> float:
-        """Seconds to compute it. Reading is left out: per byte it costs the same for all segments here."""
-        return self.manifest.recompute_s
-
 
 class Catalog:
-    """Keeps index, eviction order and sums of the segments that can be found. Called under the tier's lock.
+    """Finds segments by the index on disk, and keeps what is not there yet: new segments, those that left,
+    and uses. ``commit`` puts all that into the index. Called under the tier's lock, except where it says
+    otherwise.
 
-    ``index`` is for looking things up; only the catalog changes it. ``dead`` are segments that left, or never
-    came in, and whose records still take space.
+    ``index`` is for looking things up. ``dead``: bytes, by place, of records that left, or never came in, and
+    still take space.
+    ``cleared`` stands for the clears that are carried out.
 
     Args:
-        policy: order of eviction, owned by the catalog from here on.
+        order: ``value`` or ``lru``, see ``krul_backend.tiers.common.eviction``.
+        files: the log files by number; what lies in others cannot be found.
+        is_cleared: asked of a model's fingerprint and the number of a file.
+        lock: the tier's.
     """
 
-    def __init__(self, policy: EvictionPolicy, clock: Clock) -> None:
-        self._policy = policy
-        self._clock = clock
-        self.index: PageIndex[SsdSegment] = PageIndex()
-        self._segments: dict[int, SsdSegment] = {}
-        self.stored_bytes = 0
-        self.dead: list[SsdSegment] = []
+    def __init__(
+        self,
+        index: SegmentIndex,
+        order: str,
+        files: Mapping[int, LogFile],
+        is_cleared: Callable[[str, int], bool],
+        lock: threading.Lock,
+    ) -> None:
+        self.index = index
+        self._order = order
+        self._files = files
+        self._is_cleared = is_cleared
+        self._lock = lock
+        self._random = random.Random(0)
+        self._kept: OrderedDict[int, SsdSegment] = OrderedDict()
+        self._segments: WeakValueDictionary[int, SsdSegment] = WeakValueDictionary()
+        # With what is entered of them: None of those that are not wanted any more.
+        self._added: list[tuple[SsdSegment, Entry | None]] = []
+        # Records that left, with their entries and the number of pages that were found by them.
+        self._gone: dict[int, tuple[Entry, int]] = {}
+        self._lost_files: set[int] = set()
+        self._uses: dict[int, int] = {}
+        self._last_use = 0
+        self._state = State({})
+        self.cleared = 0
+        self.dead: dict[int, int] = {}
+
+    def open(self, state: State) -> None:
+        """Go on with what the index has."""
+        self._state = state
+        self.cleared = state.cleared
+        self._added.clear()
+
+    @property
+    def known_files(self) -> Iterable[int]:
+        """The numbers of the files that the index knows."""
+        return self._state.files
 
     @property
     def num_segments(self) -> int:
-        return len(self._segments)
+        return self._state.num_segments - len(self._gone)
 
     @property
-    def segments(self) -> list[SsdSegment]:
-        return list(self._segments.values())
+    def num_pages(self) -> int:
+        return self._state.num_pages - sum(num_pages for _, num_pages in self._gone.values())
 
-    def add(self, segment: SsdSegment) -> bool:
-        """Make a durable segment findable; False if all of its pages can be found already: it is dead."""
-        is_new = self.index.add(segment) > 0
-        if is_new:
-            segment.is_indexed = True
-            segment.file.live_bytes += segment.taken_bytes
-            self._segments[segment.segment_id] = segment
-            self.stored_bytes += segment.manifest.num_bytes
-        else:
-            self.dead.append(segment)
-        self._touch(self.index.path_to(segment))
-        return is_new
+    @property
+    def stored_bytes(self) -> int:
+        return self._state.stored_bytes - sum(entry.num_bytes for entry, _ in self._gone.values())
 
-    def remove(self, segment: SsdSegment) -> None:
-        """Take an indexed segment out; it is dead then."""
-        self.index.remove(segment)
-        self._policy.remove(segment.segment_id)
-        del self._segments[segment.segment_id]
-        segment.is_indexed = False
-        segment.file.live_bytes -= segment.taken_bytes
-        self.stored_bytes -= segment.manifest.num_bytes
-        self.dead.append(segment)
+    def add(self, segment: SsdSegment, *, is_wanted: bool = True) -> None:
+        """Make a durable segment findable with the next ``commit``, if one of its pages is not there yet. If
+        not, or if it is not wanted, it is dead then."""
+        entry = Entry.of(segment.record, self._now(), UNKNOWN_PAUSE_S) if is_wanted else None
+        self._added.append((segment, entry))
 
-    def take_dead(self) -> list[SsdSegment]:
-        """The dead segments that nobody reads; they are not ``dead`` any more."""
-        taken = [segment for segment in self.dead if not segment.num_reads]
-        self.dead = [segment for segment in self.dead if segment.num_reads]
-        return taken
+    def remove(self, place: int) -> bool:
+        """Take a segment out at once; False if it has left already. It is dead after the next ``commit``."""
+        entry = None if place in self._gone else self.index.entry(place)
+        if entry is None:
+            return False
+        found = self.index.pages(entry.digests)
+        self._gone[place] = entry, sum(each is not None and each[0] == place for each in found)
+        self._forget(place)
+        return True
 
-    def remove_superseded(self, newer: SsdSegment) -> None:
-        """Take out segments all of whose pages ``newer`` has too, which was written later.
+    def forget_segments(self, is_forgotten: Callable[[SsdSegment], bool]) -> None:
+        """See to it that reads of these segments end; the index keeps them."""
+        for segment in list(self._segments.values()):
+            if is_forgotten(segment):
+                self._forget(segment.segment_id)
 
-        Pages are written again only after the segment that held them was found damaged or not decodable.
+    def lose_file(self, number: int) -> None:
+        """Forget a file that was removed, with all that was in it."""
+        self._lost_files.add(number)
+        self.forget_segments(lambda segment: segment.file.number == number)
+        for place in [place for place in self.dead if file_number_of(place) == number]:
+            del self.dead[place]
+
+    @property
+    def is_dropping(self) -> bool:
+        """Whether there is something that left and still takes space, although nobody reads it."""
+        return bool(self._gone) or bool(self.not_read())
+
+    def not_read(self) -> list[int]:
+        """The dead records that nobody reads."""
+        return [place for place in self.dead if not self._is_read(place)]
+
+    def _is_read(self, place: int) -> bool:
+        segment = self._segments.get(place)
+        return segment is not None and segment.num_reads > 0
+
+    def is_held(self, place: int) -> bool:
+        segment = self._segments.get(place)
+        return segment is not None and segment.num_holds > 0
+
+    def find(self, model: ModelIdentity, page_keys: Iterable[str]) -> list[tuple[int, int] | None]:
+        """For each page the place of the record that has it, and which page of it that is."""
+        fingerprint = model.fingerprint
+        found = self.index.pages(digest_of(fingerprint, key) for key in page_keys)
+        return [
+            each if each is not None and self._is_usable(each[0], fingerprint) else None for each in found
+        ]
+
+    def has(self, place: int) -> bool:
+        """Whether a record has not left."""
+        return place not in self._gone and self.index.entry(place) is not None
+
+    def kept(self, place: int) -> SsdSegment | None:
+        """The segment of a place, if it is in memory."""
+        segment = self._segments.get(place)
+        if segment is not None:
+            self.keep(segment)
+        return segment
+
+    def keep(self, segment: SsdSegment) -> SsdSegment:
+        """Keep a segment in memory for a while; returns the one that is there already, if there is one."""
+        segment = self._segments.setdefault(segment.segment_id, segment)
+        self._kept[segment.segment_id] = segment
+        self._kept.move_to_end(segment.segment_id)
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+        return segment
+
+    def touch(self, places: Sequence[int]) -> bool:
+        """Note a use of segments that follow each other, and of what the first one continues. True if so many
+        uses wait that they should be put into the index."""
+        path = list(dict.fromkeys(places))
+        while path:
+            entry = self.index.entry(path[0])
+            (before,) = self.index.pages([entry.before]) if entry is not None else (None,)
+            # Segments that share pages can name each other.
+            if before is None or before[0] in path:
+                break
+            path.insert(0, before[0])
+        for place in reversed(path):
+            # Those at the end of a conversation leave before those at its beginning.
+            self._uses.pop(place, None)
+            self._uses[place] = self._now()
+        return len(self._uses) >= _MAX_USES
+
+    def used_at_s(self, place: int, entry: Entry) -> float:
+        """When a segment was used last, as ``time.time``."""
+        return self._uses.get(place, entry.used_at) / 1e6
+
+    def is_continued(self, place: int) -> bool:
+        """Whether another segment continues a page of this one, or has one of its pages, too."""
+        entry = self.index.entry(place)
+        if entry is None:
+            return False
+        found = self.index.pages(entry.digests)
+        is_shared = any(each is not None and each[0] != place for each in found)
+        return is_shared or self.index.num_following(entry.digests) > 0
+
+    def victims(self) -> Iterator[tuple[int, Entry]]:
+        """Segments that may be evicted, the first to evict first. Called by the writer, without the lock.
+
+        With ``value`` those come that no other continues: the ones used longest ago, and some at random.
         """
-        manifest = newer.manifest
-        for older in self.index.segments_of(manifest.model, manifest.page_keys):
-            if set(older.manifest.page_keys) <= set(manifest.page_keys):
-                self.remove(older)
+        with self._lock:
+            # As each use is later than the one before, they are in order.
+            uses = dict(self._uses)
+        noted = (each for each in self.index.oldest() if each[1] not in uses)
+        oldest = (place for _, place in merge(noted, ((at, place) for place, at in uses.items())))
+        if self._order == "lru":
+            candidates = self._last(oldest)
+            first = next(candidates, None)
+            if first is not None:
+                yield from chain([first], candidates)
+                return
+        else:
+            found = dict(islice(self._last(oldest), NUM_OLDEST))
+            if len(found) == NUM_OLDEST:
+                sampled = self.index.sample(self._random, NUM_SAMPLED)
+                found.update(self._last(place for place in sampled if place not in uses))
+            if found:
+                now_s = time.time()
+                yield from sorted(found.items(), key=lambda each: self._worth(each[1], now_s))
+                return
+        # Segments that continue each other have no last one: then any may leave.
+        yield from islice(self._evictable(place for _, place in self.index.oldest()), 1)
 
-    def match(
-        self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
-    ) -> tuple[PageRun[SsdSegment], ...]:
-        """The longest prefix of the pages that is stored here with these tokens; counts as a use."""
-        runs = self.index.match_prefix(model, tuple(page_keys), token_ids, next_token).runs
-        if runs:
-            before = self.index.path_to(runs[0].segment)[:-1]
-            self._touch([*before, *(run.segment for run in runs)])
-        return runs
+    def _last(self, places: Iterable[int]) -> Iterator[tuple[int, Entry]]:
+        """Those of them that may be evicted, and that no other segment continues."""
+        return (each for each in self._evictable(places) if not self.index.num_following(each[1].digests))
 
-    def touch_page(self, model: ModelIdentity, page_key: str | None) -> None:
-        """Note a use of the segment of a page, if there is one, and of what that continues."""
-        for holder in self.index.holders_of(model, (page_key,) if page_key is not None else ()):
-            self._touch(self.index.path_to(holder))
+    def _evictable(self, places: Iterable[int]) -> Iterator[tuple[int, Entry]]:
+        for place in places:
+            if place in self._gone or file_number_of(place) not in self._files or self.is_held(place):
+                continue
+            if (entry := self.index.entry(place)) is not None:
+                yield place, entry
 
-    def victims(self) -> Iterator[SsdSegment]:
-        """Segments that may be evicted, the first to evict first. Change nothing while iterating."""
-        segments = (self._segments[segment_id] for segment_id in self._policy.victims())
-        return (segment for segment in segments if segment.num_holds == 0)
+    def _worth(self, entry: Entry, now_s: float) -> float:
+        is_reachable = not entry.start_token or self.index.pages([entry.before])[0] is not None
+        if not is_reachable:
+            return 0.0
+        idle_s = max(now_s - entry.used_at / 1e6, entry.pause_s)
+        return worth(entry.recompute_s, entry.num_tokens, entry.record_num_bytes, idle_s)
 
-    def _touch(self, path: Sequence[SsdSegment]) -> None:
-        path = [segment for segment in path if segment.is_indexed]
-        now_s = self._clock()
-        for segment in path:
-            segment.last_used_s = now_s
-        self._policy.touch(path)
+    def commit(self, punched: Iterable[int] = (), *, supersedes: bool = False, is_last: bool = False) -> None:
+        """Put what has changed into the index, durably. Called by the writer, without the lock.
+
+        ``punched``: places of dead records that are durably gone. ``supersedes``: new segments take the place
+        of those all of whose pages they have. ``is_last``: uses are not kept for a later commit.
+
+        Raises:
+            OSError: it could not be written. It waits for the next commit.
+        """
+        with self._lock:
+            added, gone = list(self._added), dict(self._gone)
+            uses = dict(self._uses) if is_last or len(self._uses) >= _MAX_USES else {}
+            lost, punched = set(self._lost_files), list(punched)
+            if not (added or gone or lost or punched or uses or is_last):
+                return
+            files = dict(self._files)
+            live = {number: live_bytes for number, (*_, live_bytes) in self._state.files.items()}
+            live.update((number, file.live_bytes) for number, file in files.items())
+        state = self._state
+        dead, entered = dict[int, int](), list[SsdSegment]()
+        lost_places = [place for number in lost for place, _ in self.index.records(number)]
+        with medium_errors(), self.index.changing() as change:
+
+            def take_out(place: int) -> None:
+                nonlocal state
+                removed = change.remove(place)
+                if removed is not None:
+                    entry, num_pages = removed
+                    state = state.with_record(entry, num_pages, -1)
+                    dead[place] = entry.record_num_bytes
+                    number = file_number_of(place)
+                    live[number] -= entry.record_num_bytes
+
+            for place in (*lost_places, *gone):
+                take_out(place)
+            for number in lost:
+                change.forget_file(number)
+            for segment, entry in added:
+                place, fingerprint = segment.segment_id, segment.manifest.model.fingerprint
+                if change.has(place):
+                    continue
+                num_pages = 0
+                if entry is not None and not self._is_cleared(fingerprint, segment.file.number):
+                    for older in change.superseded_by(entry.digests) if supersedes else ():
+                        take_out(older)
+                    num_pages = change.add(place, entry, lambda other: file_number_of(other) in self._files)
+                if entry is not None and num_pages:
+                    state = state.with_record(entry, num_pages)
+                    live[segment.file.number] += segment.record.num_bytes
+                    entered.append(segment)
+                else:
+                    change.add_dead(place, segment.record.num_bytes)
+                    dead[place] = segment.record.num_bytes
+            for place, used_at in uses.items():
+                change.use(place, used_at, usual_pause_s)
+            for place in punched:
+                change.forget_dead(place)
+            state = state._replace(
+                files={
+                    **{
+                        number: (file_id, end, live[number])
+                        for number, (file_id, end, _) in state.files.items()
+                        if number not in lost
+                    },
+                    **{
+                        number: (file.file_id, file.num_synced_bytes, live[number])
+                        for number, file in files.items()
+                    },
+                },
+                cleared=self.cleared,
+            )
+            change.save_state(state)
+        with self._lock:
+            self._state = state
+            del self._added[: len(added)]
+            self._lost_files -= lost
+            for place in gone:
+                del self._gone[place]
+            self._uses = {place: at for place, at in self._uses.items() if uses.get(place) != at}
+            for number, file in files.items():
+                file.live_bytes = live[number]
+            for place, num_bytes in dead.items():
+                self._forget(place)
+                if file_number_of(place) in self._files:
+                    self.dead[place] = num_bytes
+            for segment in entered:
+                self.keep(segment)
+            for _, entry in added:
+                # What they continue leaves after them.
+                (before,) = self.index.pages([entry.before]) if entry is not None else (None,)
+                if before is not None:
+                    self.touch([before[0]])
+
+    def _is_usable(self, place: int, fingerprint: str) -> bool:
+        number = file_number_of(place)
+        return place not in self._gone and number in self._files and not self._is_cleared(fingerprint, number)
+
+    def _forget(self, place: int) -> None:
+        self._kept.pop(place, None)
+        segment = self._segments.get(place)
+        if segment is not None:
+            segment.is_indexed = False
+
+    def _now(self) -> int:
+        self._last_use = max(self._last_use + 1, time.time_ns() // 1000)
+        return self._last_use
+
+
+@contextmanager
+def medium_errors() -> Iterator[None]:
+    """Turn errors of the index into those of a medium."""
+    try:
+        yield
+    except lmdb.Error as error:
+        is_full = isinstance(error, lmdb.MapFullError) or os.strerror(errno.ENOSPC) in str(error)
+        raise OSError(errno.ENOSPC if is_full else errno.EIO, f"the index: {error}") from error
 
 
 @dataclass(eq=False)
@@ -175,11 +417,10 @@ class TierState:
     it may be found.
     """
 
+    lock: threading.Lock
     catalog: Catalog
     suspension: Suspension
     fullness: Suspension
-    clock: Clock
-    lock: threading.Lock = field(default_factory=threading.Lock)
     given_back: threading.Condition = field(init=False)
     counters: TierCounters = field(default_factory=TierCounters)
     pending_clears: dict[str | None, threading.Event] = field(default_factory=dict)
@@ -208,6 +449,11 @@ class TierState:
     def is_writable(self) -> bool:
         return self.is_usable and not self.fullness.is_active
 
+    def num_stored(self) -> dict[str, Any]:
+        """What can be found, under the names of ``TierStats``."""
+        names = ("num_segments", "num_pages", "stored_bytes")
+        return {name: 0 if self.is_given_up else getattr(self.catalog, name) for name in names}
+
     def is_being_cleared(self, model: ModelIdentity) -> bool:
         return None in self.pending_clears or model.fingerprint in self.pending_clears
 
@@ -218,12 +464,11 @@ class TierState:
         else:
             self.suspension.failed(cause, error)
 
-    def quarantine(self, segment: SsdSegment, reason: object) -> None:
+    def quarantine(self, place: int, reason: object) -> None:
         """Take a segment with wrong bytes out of the catalog, unless it has left already."""
         with self.lock:
-            if not segment.is_indexed:
+            if not self.catalog.remove(place):
                 return
-            self.catalog.remove(segment)
             self.counters.add(corrupted_segments=1)
         self.wake()
-        logger.error("segment %d on the SSD is damaged and was taken out: %s", segment.segment_id, reason)
+        logger.error("segment %d on the SSD is damaged and was taken out: %s", place, reason)

@@ -46,7 +46,7 @@ class LogFile:
         self._disk = disk
         self.path = path
         self.number = number
-        self._file_id = file_id
+        self.file_id = file_id
         self.read_fd = read_fd
         self._fd = fd
         self.num_bytes = num_bytes
@@ -94,18 +94,21 @@ class LogFile:
 
     def place(self, offset: int) -> int:
         """The number that binds the header of a record to ``offset`` in this file; see ``record.py``."""
-        return (self._file_id + offset) % (1 << 64)
+        return (self.file_id + offset) % (1 << 64)
 
-    def scan(self) -> Iterator[tuple[int, SegmentRecord]]:
-        """Iterate over offset and header of each record whose header is right.
+    def scan(self, start: int = FILE_HEADER_NUM_BYTES) -> Iterator[tuple[int, SegmentRecord]]:
+        """Iterate over offset and header of each record from ``start`` on whose header is right.
 
         After a damaged header the next right one is looked for, at each multiple of 4096. At the end of the
-        scan what is between right records becomes a hole, and the file is truncated after the last one.
+        scan what is between right records becomes a hole, and the file is truncated after the last one. Until
+        then ``num_synced_bytes`` is where the last one ended.
 
         Raises:
             OSError: the file cannot be read or changed.
         """
-        offset = end = taken = FILE_HEADER_NUM_BYTES
+        if start == self.num_bytes > FILE_HEADER_NUM_BYTES:
+            return
+        offset = end = start
         damaged: list[tuple[int, int]] = []
         while (offset := self._next_data(offset)) < self.num_bytes:
             record = self._record_at(offset)
@@ -114,20 +117,18 @@ class LogFile:
                 damaged.append((offset, after))
                 offset = after
             else:
+                self.num_synced_bytes = offset + record.num_bytes
                 yield offset, record
-                taken += record.num_bytes
                 offset = end = offset + record.num_bytes
         for begin, after in damaged:
             if begin < end:
                 self.num_damaged_bytes += after - begin
-                if not self.punch(begin, after - begin):
-                    taken += after - begin
+                self.punch(begin, after - begin)
         # Sync even if nothing was cut off: the process that wrote the records may not have synced them.
         self._disk.truncate(self._fd, end)
         self._disk.fdatasync(self._fd)
         self._disk.drop_cache(self._fd, 0, 0)
-        self.num_bytes = self.num_synced_bytes = end
-        self.taken_bytes = taken
+        self.num_bytes = self.num_synced_bytes = self.taken_bytes = end
 
     def _next_data(self, offset: int) -> int:
         """Where a record may begin, from ``offset`` on, that is not in a hole; the file's end if nowhere."""

@@ -29,9 +29,11 @@ class LogWriter:
     Args:
         lock: the tier's; guards ``files``, ``used_bytes`` and the counts in the files. Taken by the methods,
             and never held during a system call that may block.
+        files: the log files by number; this alone changes it from ``adopt`` on.
         file_bytes: the size of a file. Only a record that is larger itself makes a larger file.
         can_punch: whether the file system may have holes, as far as is known.
         unread: sizes, by number, of the files in the directory, whose records are not known before ``adopt``.
+        committed: called after each commit with what was punched before it: the files' numbers and offsets.
         next_number: no file has this number or a larger one.
     """
 
@@ -40,10 +42,12 @@ class LogWriter:
         disk: Disk,
         directory: Path,
         lock: threading.Lock,
+        files: dict[int, LogFile],
         file_bytes: int,
         can_punch: bool,
         unread: Mapping[int, int],
         next_number: int,
+        committed: Callable[[Sequence[tuple[int, int]]], None],
     ) -> None:
         self._disk = disk
         self.directory = directory
@@ -54,9 +58,11 @@ class LogWriter:
         self._active: LogFile | None = None
         self._unread = unread
         self._is_removal_in_doubt = False
-        self._with_unsynced_holes: set[LogFile] = set()
+        self._committed = committed
+        # Files and offsets of what was punched, but is not durable yet.
+        self._holes: list[tuple[LogFile, int]] = []
         self.can_punch = can_punch
-        self.files: dict[int, LogFile] = {}
+        self.files = files
         self.next_number = next_number
         self.used_bytes = sum(unread.values())
 
@@ -66,10 +72,9 @@ class LogWriter:
         Called once, before anything is appended. The last file gets the next record, unless its number is
         below ``first_open_number``.
         """
-        assert not self.files, "files were made before those that were there were known"
         with self._lock:
             self._unread = unread
-            self.files = {file.number: file for file in files}
+            self.files.update((file.number, file) for file in files)
             self.used_bytes = sum(file.taken_bytes for file in files) + sum(unread.values())
         if files and files[-1].number >= first_open_number:
             self._active = files[-1]
@@ -100,7 +105,7 @@ class LogWriter:
     @property
     def has_unsynced_holes(self) -> bool:
         """Whether what was punched is not durable yet."""
-        return bool(self._with_unsynced_holes)
+        return bool(self._holes)
 
     def is_active(self, file: LogFile) -> bool:
         """Whether the next record may go into this file."""
@@ -115,7 +120,6 @@ class LogWriter:
         manifest: SegmentManifest,
         metadata: bytes,
         blocks: Sequence[Block],
-        sequence: int,
         publish: Callable[[LogFile, int], None],
     ) -> None:
         """Write a record; ``commit`` calls ``publish(file, offset)``, under the lock, when it is durable.
@@ -129,7 +133,7 @@ class LogWriter:
             self._active = self._create_file()
         file = self._active
         assert file is not None, "a file was created, or there was one"
-        buffers = record_buffers(manifest, metadata, blocks, sequence, file.place(file.num_bytes))
+        buffers = record_buffers(manifest, metadata, blocks, file.place(file.num_bytes))
         with self._lock:
             self.used_bytes += num_bytes
         try:
@@ -142,7 +146,7 @@ class LogWriter:
         self._unsynced.append((offset, publish))
 
     def commit(self) -> None:
-        """Make appended records durable, then publish them; make holes durable.
+        """Make appended records durable, then publish them; make holes durable. Then say so to ``committed``.
 
         Raises:
             OSError: a sync failed. If it is that of records, everything since the last commit is lost, and
@@ -159,12 +163,10 @@ class LogWriter:
                 for offset, publish in self._unsynced:
                     publish(file, offset)
             self._unsynced.clear()
-            self._with_unsynced_holes.discard(file)
-        while self._with_unsynced_holes:
-            punched = next(iter(self._with_unsynced_holes))
-            if not punched.is_removed:
-                punched.sync()
-            self._with_unsynced_holes.discard(punched)
+        for punched in {file for file, _ in self._holes if not file.is_removed}:
+            punched.sync()
+        self._committed([(file.number, offset) for file, offset in self._holes])
+        self._holes.clear()
 
     def punch(self, file: LogFile, offset: int, num_bytes: int) -> None:
         """Make a hole of a record that is not needed any more; durable after the next ``commit``.
@@ -178,7 +180,7 @@ class LogWriter:
             return
         self.can_punch = file.punch(offset, num_bytes)
         if self.can_punch:
-            self._with_unsynced_holes.add(file)
+            self._holes.append((file, offset))
             with self._lock:
                 file.taken_bytes -= num_bytes
                 self.used_bytes -= num_bytes

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 FILE_HEADER_NUM_BYTES = 4096
 LOCK_NAME = "lock"
 CLEARS_NAME = "clears"
+INDEX_NAME = "index"
+INDEX_FILES = (INDEX_NAME, f"{INDEX_NAME}-lock")
 CLEARS_MAGIC = b"KRULCLR"
 """The same in every format; a digit follows it."""
 
@@ -82,6 +84,14 @@ def log_paths(directory: Path) -> dict[Path, int]:
 def temporary_paths(directory: Path) -> list[Path]:
     """The tier's files that a process left half written. Raises OSError."""
     return [path for path in directory.iterdir() if _TEMPORARY_NAME.fullmatch(path.name)]
+
+
+def remove_index(disk: Disk, directory: Path) -> None:
+    """Remove the index of the logs, which can be made again. Raises OSError."""
+    for name in INDEX_FILES:
+        path = directory / name
+        if path.is_file() and not path.is_symlink():
+            disk.unlink(path)
 
 
 def encode_file_header(number: int, file_id: int) -> bytes:
@@ -176,6 +186,7 @@ def _remove_format(disk: Disk, formats: Path) -> None:
                 disk.unlink(clears)
         for path in temporary_paths(formats):
             disk.unlink(path)
+        remove_index(disk, formats)
         if set(formats.iterdir()) == {lock}:
             disk.unlink(lock)
             formats.rmdir()

@@ -16,13 +16,13 @@ import xxhash
 
 from krul_backend.errors import DaemonError, RecordError
 from krul_backend.tiers.common.record import RECORD_ALIGN, SegmentRecord
-from krul_backend.tiers.ssd.catalog import SsdSegment
 from krul_backend.tiers.ssd.disk import Disk, read_up_to, write_all
+from krul_backend.tiers.ssd.index import State
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.own_files import (
     CLEARS_MAGIC,
     CLEARS_NAME,
-    LogStamp,
+    FILE_HEADER_NUM_BYTES,
     log_paths,
     read_stamp,
     taken_bytes,
@@ -60,6 +60,17 @@ class ClearFile:
     def first_open_number(self) -> int:
         """The smallest number of a file that may get new records: in earlier files they could be cleared."""
         return max(self._all, *self._models.values(), 0)
+
+    @property
+    def digest(self) -> int:
+        """Stands for all that is noted."""
+        noted = {"all": self._all, "models": self._models}
+        return xxhash.xxh3_64_intdigest(orjson.dumps(noted, option=orjson.OPT_SORT_KEYS))
+
+    @property
+    def all(self) -> int:
+        """All records in files with a smaller number are cleared."""
+        return self._all
 
     def is_cleared(self, fingerprint: str, file_number: int) -> bool:
         return file_number < max(self._all, self._models.get(fingerprint, 0))
@@ -153,19 +164,17 @@ def _decode_copy(data: bytes) -> tuple[int, bytes] | None:
     return generation, data[_PREFIX.size : end]
 
 
+class IndexOutdatedError(Exception):
+    """The index says of a file what cannot be: it was made of other files."""
+
+
 @dataclass(frozen=True)
 class Recovered:
-    """The result of ``Recovery.scan``: ``files`` ordered by number, ``segments`` by sequence.
-
-    The segments have right headers; some may have been cleared. None is in a catalog yet.
-    ``unread``: sizes, by number, of files that could not be read; their records are not known. All records
-    that were found have sequences below ``next_sequence``.
-    """
+    """The result of ``Recovery.scan``: the log files, ordered by number; ``unread``: sizes, by number, of
+    files that could not be read, and of which nothing is found."""
 
     files: list[LogFile]
-    segments: list[SsdSegment]
     unread: Mapping[int, int]
-    next_sequence: int
 
 
 class Recovery:
@@ -196,43 +205,76 @@ class Recovery:
             ) from error
         self.next_number = max(self.clears.first_open_number, *(number + 1 for number in self.sizes), 1)
 
-    def scan(self, go_on: Callable[[], bool]) -> Recovered | None:
-        """Read the headers of all records, and cut off half-written ends of files.
+    def scan(
+        self, known: State, enter: Callable[[LogFile, int, SegmentRecord], None], go_on: Callable[[], bool]
+    ) -> Recovered | None:
+        """Open all files, and give ``enter`` the records that the index does not know, in the order of
+        writing.
 
-        A file is removed only if it has the tier's header, and is of another format, damaged or renamed. A
-        file that cannot be read stays for the next start; a file without the header is somebody else's, and
-        stays. ``go_on`` is called after each record; when it returns False, the scan ends with None.
+        Half-written ends of files are cut off. A file is removed only if it has the tier's header, and is of
+        another format, damaged, renamed or cleared. One that cannot be read stays for the next start; a file
+        without the header is somebody else's, and stays. ``go_on`` is called after each record; when it
+        returns False, the scan ends with None.
+
+        Raises:
+            IndexOutdatedError: ``known`` is of other files.
         """
         files: list[LogFile] = []
-        found: list[SsdSegment] = []
         unread: dict[int, int] = {}
         reasons: list[str] = []
-        for path, number in self._paths.items():
-            try:
-                stamp = read_stamp(self._disk, path)
-                if stamp is None:
-                    reasons.append(f"{path.name} (not a file of this tier)")
-                    continue
-                if not stamp.is_usable_as(path):
-                    logger.warning("removing %s: it is of format %d, or damaged", path, stamp.version)
-                    self._disk.unlink(path)
-                    continue
-                scanned = _scan(self._disk, path, stamp, go_on)
-            except OSError as error:
-                unread[number] = self.sizes[number]
-                reasons.append(f"{path.name} ({error.strerror or error})")
-                continue
-            if scanned is None:
-                for file in files:
-                    file.close()
+        try:
+            for path, number in self._paths.items():
+                try:
+                    stamp = read_stamp(self._disk, path)
+                    if stamp is None:
+                        reasons.append(f"{path.name} (not a file of this tier)")
+                        continue
+                    if not stamp.is_usable_as(path):
+                        logger.warning("removing %s: it is of format %d, or damaged", path, stamp.version)
+                    if not stamp.is_usable_as(path) or number < self.clears.all:
+                        self._disk.unlink(path)
+                        continue
+                    file = LogFile.open(self._disk, path, stamp)
+                    files.append(file)
+                    if not self._scan(file, known, enter, go_on):
+                        raise _StoppedError
+                except OSError as error:
+                    if files and files[-1].path == path:
+                        files.pop().close()
+                    unread[number] = self.sizes[number]
+                    reasons.append(f"{path.name} ({error.strerror or error})")
+        except BaseException as error:
+            for file in files:
+                file.close()
+            if isinstance(error, _StoppedError):
                 return None
-            file, records = scanned
-            files.append(file)
-            found += (SsdSegment(record, file, offset) for offset, record in records)
+            raise
         if reasons:
             logger.warning("left alone in %s: %s", self._directory, ", ".join(reasons))
-        found.sort(key=lambda segment: segment.record.sequence)
-        return Recovered(files, found, unread, found[-1].record.sequence + 1 if found else 1)
+        return Recovered(files, unread)
+
+    def _scan(
+        self,
+        file: LogFile,
+        known: State,
+        enter: Callable[[LogFile, int, SegmentRecord], None],
+        go_on: Callable[[], bool],
+    ) -> bool:
+        """Give what the index does not know of a file; False when ``go_on`` says so."""
+        file_id, end, file.live_bytes = known.files.get(file.number, (file.file_id, FILE_HEADER_NUM_BYTES, 0))
+        if file_id != file.file_id or end > file.num_bytes:
+            raise IndexOutdatedError(f"{file.path.name} is not the file that was indexed")
+        for offset, record in file.scan(end):
+            enter(file, offset, record)
+            if not go_on():
+                return False
+        if file.num_damaged_bytes:
+            logger.warning("%s is damaged: %d bytes of it are skipped", file.path, file.num_damaged_bytes)
+        return True
+
+
+class _StoppedError(Exception):
+    """The tier shall close before the scan has ended."""
 
 
 def _load_clears(disk: Disk, directory: Path, numbers: Collection[int]) -> ClearFile:
@@ -244,23 +286,3 @@ def _load_clears(disk: Disk, directory: Path, numbers: Collection[int]) -> Clear
             logger.warning("dropping all segments in %s: %s", directory, error)
         clears.create(max(numbers, default=0) + 1)
     return clears
-
-
-def _scan(
-    disk: Disk, path: Path, stamp: LogStamp, go_on: Callable[[], bool]
-) -> tuple[LogFile, list[tuple[int, SegmentRecord]]] | None:
-    """A file and its records; None when ``go_on`` says so."""
-    file = LogFile.open(disk, path, stamp)
-    found: list[tuple[int, SegmentRecord]] = []
-    try:
-        for offset, record in file.scan():
-            found.append((offset, record))
-            if not go_on():
-                file.close()
-                return None
-    except BaseException:
-        file.close()
-        raise
-    if file.num_damaged_bytes:
-        logger.warning("%s is damaged: %d bytes of it are skipped", path, file.num_damaged_bytes)
-    return file, found

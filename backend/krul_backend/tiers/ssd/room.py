@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from itertools import islice
 
-from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
+from krul_backend.tiers.ssd.catalog import TierState
+from krul_backend.tiers.ssd.index import Entry, file_number_of, offset_of
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES
+from krul_backend.tiers.ssd.recovery import ClearFile
 
 MAX_EVICTED = 128
 """The most segments that are evicted in one hold of the tier's lock."""
+
+_MAX_REMOVED = 1024
+"""The most segments that a clear takes out of the index at once."""
 
 MAX_FILES = 256
 """As each of them is open; a file stays as long as one record in it is used."""
 
 _STEP_SHARE = 256
-"""Of the capacity: so much is evicted at once, as asking for an order costs something."""
-
-LOCK_PAUSE_S = 1e-4
-"""Pause between two holds of the lock. It is not a fair lock: without a pause nobody else would get it."""
+"""Of the capacity: so much is evicted at once, as each time the index is synced."""
 
 
 class Room:
@@ -46,7 +47,7 @@ class Room:
         False if segments that are held leave no room.
 
         Raises:
-            OSError: a file could not be changed or removed.
+            OSError: a file or the index could not be changed.
         """
         writer = self._writer
         while True:
@@ -55,15 +56,14 @@ class Room:
                 grows_by = writer.num_bytes_for(record_num_bytes) if record_num_bytes else 0
                 shortfall = writer.used_bytes + grows_by - self._capacity_bytes
                 has_too_many = len(writer.files) >= MAX_FILES and writer.needs_file(record_num_bytes)
-                if shortfall <= 0 and not has_too_many:
-                    return True
-                if writer.can_punch and not has_too_many:
-                    victims = self._victims(max(shortfall, self._capacity_bytes // _STEP_SHARE))
-                else:
-                    victims = self._rest()
-                self._evict(victims)
-            if victims:
-                time.sleep(LOCK_PAUSE_S)
+            if shortfall <= 0 and not has_too_many:
+                return True
+            if writer.can_punch and not has_too_many:
+                victims = self._victims(max(shortfall, self._capacity_bytes // _STEP_SHARE))
+            else:
+                victims = self._rest()
+            if self._evict(victims):
+                self._state.catalog.commit()
             elif any(map(writer.is_busy, writer.files.values())):
                 # After the commit its records may be evicted.
                 writer.commit()
@@ -73,49 +73,78 @@ class Room:
     def give_back(self) -> None:
         """Make holes of the records that left and are not being read; remove files with nothing else.
 
-        Durable after the writer's next ``commit``. Raises OSError; what is left then is given back next time.
+        Durable after the writer's next ``commit``. Raises OSError.
         """
+        catalog, writer = self._state.catalog, self._writer
         with self._state.lock:
-            dead = self._state.catalog.take_dead()
-            empty = [
-                file for file in self._writer.files.values() if self._is_idle(file) and not file.live_bytes
-            ]
-        try:
-            for file in empty:
-                self._writer.remove(file)
-            while dead:
-                self._writer.punch(dead[-1].file, dead[-1].offset, dead[-1].taken_bytes)
-                dead.pop()
-        finally:
+            empty = [file for file in writer.files.values() if self._is_idle(file) and not file.live_bytes]
+        for file in empty:
+            self.remove(file)
+        with self._state.lock:
+            places = catalog.not_read()
+        for place in places:
+            file = writer.files[file_number_of(place)]
+            writer.punch(file, offset_of(place), catalog.dead[place])
             with self._state.lock:
-                self._state.catalog.dead += dead
+                del catalog.dead[place]
+
+    def remove(self, file: LogFile) -> None:
+        """Remove a file with all that is in it. Raises OSError."""
+        self._writer.remove(file)
+        with self._state.lock:
+            self._state.catalog.lose_file(file.number)
+
+    def remove_cleared(self, clears: ClearFile) -> None:
+        """Take out of the index what was cleared, and give its space back; nothing of it is found already."""
+        catalog = self._state.catalog
+        cleared = (
+            place
+            for place, entry in catalog.index.records()
+            if clears.is_cleared(entry.fingerprint.hex(), file_number_of(place))
+        )
+        try:
+            while places := list(islice(cleared, _MAX_REMOVED)):
+                with self._state.lock:
+                    for place in places:
+                        catalog.remove(place)
+                catalog.commit()
+            catalog.cleared = clears.digest
+            self.give_back()
+        except OSError as error:
+            self._state.failed("failed removal", error)
 
     def _is_idle(self, file: LogFile) -> bool:
         is_unused = self._writer.is_active(file) and file.num_bytes <= FILE_HEADER_NUM_BYTES
         return file.num_holds == 0 and not is_unused and not self._writer.is_busy(file)
 
-    def _victims(self, num_bytes: int) -> list[SsdSegment]:
-        """The segments to evict for ``num_bytes``, at most ``MAX_EVICTED``, as the lock is held."""
-        victims: list[SsdSegment] = []
+    def _victims(self, num_bytes: int) -> list[tuple[int, Entry]]:
+        """The segments to evict for ``num_bytes``."""
+        victims: list[tuple[int, Entry]] = []
         # Each step of this iteration costs something: the last one is not taken.
-        for segment in self._state.catalog.victims():
-            victims.append(segment)
-            num_bytes -= segment.taken_bytes
-            if num_bytes <= 0 or len(victims) == MAX_EVICTED:
+        for place, entry in islice(self._state.catalog.victims(), MAX_EVICTED):
+            victims.append((place, entry))
+            num_bytes -= entry.record_num_bytes
+            if num_bytes <= 0:
                 break
         return victims
 
-    def _rest(self) -> list[SsdSegment]:
+    def _rest(self) -> list[tuple[int, Entry]]:
         """All segments of one file, of which none is held: of the oldest where only whole files give space
         back, else of the one with the least live bytes."""
-        held = {segment.file for segment in self._state.catalog.segments if segment.num_holds}
-        files = [file for file in self._writer.files.values() if self._is_idle(file) and file not in held]
-        rest = min(
-            files, key=lambda file: file.live_bytes if self._writer.can_punch else file.number, default=None
-        )
-        return [segment for segment in self._state.catalog.segments if segment.file is rest]
+        files = [file for file in self._writer.files.values() if self._is_idle(file)]
+        files.sort(key=lambda file: file.live_bytes if self._writer.can_punch else file.number)
+        for file in files:
+            records = list(self._state.catalog.index.records(file.number))
+            if records and not any(self._state.catalog.is_held(place) for place, _ in records):
+                return records
+        return []
 
-    def _evict(self, victims: Iterable[SsdSegment]) -> None:
-        for segment in victims:
-            self._state.catalog.remove(segment)
-            self._state.counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
+    def _evict(self, victims: list[tuple[int, Entry]]) -> int:
+        """Evict segments that are not held meanwhile; returns their number."""
+        with self._state.lock:
+            catalog, counters = self._state.catalog, self._state.counters
+            evicted = [
+                entry for place, entry in victims if not catalog.is_held(place) and catalog.remove(place)
+            ]
+            counters.add(evicted_segments=len(evicted), evicted_bytes=sum(e.num_bytes for e in evicted))
+        return len(evicted)

@@ -19,9 +19,10 @@ from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.common.lower_tier import MeasuredCost, TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
-from krul_backend.tiers.common.record import RECORD_ALIGN, aligned
+from krul_backend.tiers.common.record import RECORD_ALIGN, aligned, decode_header
 from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
 from krul_backend.tiers.ssd.disk import Disk, open_for_reading, write_all
+from krul_backend.tiers.ssd.index import file_number_of, offset_of
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.reader import NUM_THREADS, FileRange, PieceReader
@@ -246,25 +247,68 @@ class SegmentReads:
             self._attempt(asked[index].tail, lambda tail: tail.take(offset, piece))
 
         state = self._state
-        try:
+        with self._medium_errors():
             for tail in tails:
                 self._attempt(tail, _TailOfSegment.finish_empty)
             with self._rate.reading():
                 self._reader.read(ranges(), take, release, priority)
             for tail in tails:
                 self._attempt(tail, _TailOfSegment.finish_empty)
-        except TimeoutError as error:
-            state.counters.add(slow_reads=1)
-            state.suspension.failed("slow read", error)
-            raise TierReadError(f"the SSD is too slow: {error}") from error
-        except OSError as error:
-            state.counters.add(failed_reads=1)
-            state.suspension.failed("failed read", error)
-            raise TierReadError(f"the SSD cannot be read: {error}") from error
         state.suspension.succeeded()
         good = [tail.read for tail in tails if tail.read.error is None]
         read_bytes = sum(chunk.num_bytes for chunk in asked)
         state.counters.add(read_segments=len(good), read_bytes=read_bytes)
+
+    def load(self, place: int) -> SsdSegment | None:
+        """The segment at a place, held; its header is read if it is not in memory. None if it has left.
+
+        Raises:
+            TierReadError: the medium fails, or (its cause is a RecordError) the header is not right: then the
+                segment is quarantined.
+        """
+        state, number = self._state, file_number_of(place)
+        with state.lock:
+            catalog, file = state.catalog, self._writer.files.get(number)
+            segment, entry = catalog.kept(place), catalog.index.entry(place)
+            if segment is not None and segment.is_indexed:
+                segment.num_holds += 1
+                return segment
+            if file is None or entry is None or not state.is_usable:
+                return None
+            file.num_holds += 1
+        header = bytearray()
+        part = FileRange(file.read_fd, offset_of(place), aligned(entry.header_num_bytes, RECORD_ALIGN))
+        try:
+            with self._medium_errors():
+                self._reader.read(
+                    [part], lambda *at: header.extend(at[2]), lambda: self._writer.release(file)
+                )
+            record = decode_header(bytes(header), file.place(part.offset))
+            if record.num_bytes != entry.record_num_bytes:
+                raise RecordError(f"a record of {record.num_bytes} bytes, not of {entry.record_num_bytes}")
+        except RecordError as error:
+            state.quarantine(place, error)
+            raise TierReadError(f"wrong bytes on the SSD: {error}") from error
+        with state.lock:
+            if not catalog.has(place):
+                return None
+            segment = catalog.keep(SsdSegment(record, file, part.offset))
+            segment.num_holds += 1
+            return segment
+
+    @contextmanager
+    def _medium_errors(self) -> Iterator[None]:
+        """Count errors of the medium, suspend the tier for them, and make TierReadErrors of them."""
+        try:
+            yield
+        except TimeoutError as error:
+            self._state.counters.add(slow_reads=1)
+            self._state.suspension.failed("slow read", error)
+            raise TierReadError(f"the SSD is too slow: {error}") from error
+        except OSError as error:
+            self._state.counters.add(failed_reads=1)
+            self._state.suspension.failed("failed read", error)
+            raise TierReadError(f"the SSD cannot be read: {error}") from error
 
     def _hold(self, reads: Sequence[TailRead]) -> Iterator[_TailOfSegment]:
         """The reads of what is still here. Their bytes and files stay until they end."""
@@ -287,7 +331,7 @@ class SegmentReads:
             try:
                 work(tail)
             except RecordError as error:
-                self._state.quarantine(tail.segment, error)
+                self._state.quarantine(tail.segment.segment_id, error)
                 raise TierReadError(f"wrong bytes on the SSD: {error}") from error
 
         tail.read.attempt(checked)

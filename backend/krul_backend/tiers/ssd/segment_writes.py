@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.lower_tier import QueuedSegment, WriteQueue
 from krul_backend.tiers.common.record import SegmentRecord, segment_num_bytes
 from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
+from krul_backend.tiers.ssd.index import file_number_of
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
 from krul_backend.tiers.ssd.recovery import ClearFile
-from krul_backend.tiers.ssd.room import LOCK_PAUSE_S, Room
+from krul_backend.tiers.ssd.room import Room
 
 logger = logging.getLogger(__name__)
 
 _CLEAR_TIMEOUT_S = 5.0
 """A clear waits so long until it is noted on the disk."""
-
-_MAX_REMOVED = 128
-"""The most segments that a clear takes out in one hold of the tier's lock."""
 
 
 class SegmentWrites:
@@ -33,9 +31,9 @@ class SegmentWrites:
     What waits is in ``queue``, also while the thread still opens the tier.
 
     Args:
-        open_tier: reads what lies on the disk, in the writer's thread; returns the sequence of the next
-            record. It calls the function that it is given now and then, which notes clears, and returns False
-            when the tier shall close: then ``open_tier`` returns None.
+        open_tier: finds out what lies on the disk, in the writer's thread. It calls the function that it is
+            given now and then, which notes clears, and returns False when the tier shall close: then
+            ``open_tier`` returns False.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class SegmentWrites:
         writer: LogWriter,
         room: Room,
         clears: ClearFile,
-        open_tier: Callable[[Callable[[], bool]], int | None],
+        open_tier: Callable[[Callable[[], bool]], bool],
         max_queued_bytes: int,
     ) -> None:
         self._state = state
@@ -52,7 +50,6 @@ class SegmentWrites:
         self._room = room
         self._clears = clears
         self._open_tier = open_tier
-        self._sequences = itertools.count(1)
         self.queue = WriteQueue(max_queued_bytes, state.counters)
         state.wake = self.queue.wake
         # A daemon: a disk that never answers must not keep the process from ending.
@@ -81,8 +78,7 @@ class SegmentWrites:
             # From here on until the clear is noted, nothing of the model becomes findable.
             noted = self._state.pending_clears.setdefault(fingerprint, threading.Event())
             dropped = self.queue.drop(lambda item: _is_of(fingerprint, item))
-            segments = self._state.catalog.segments
-        self._remove(segment for segment in segments if _is_of(fingerprint, segment))
+            self._state.catalog.forget_segments(lambda segment: _is_of(fingerprint, segment))
         self.queue.wake()
         if not self._thread.is_alive() or not noted.wait(_CLEAR_TIMEOUT_S):
             logger.warning(
@@ -99,8 +95,9 @@ class SegmentWrites:
             return False
 
         def is_settled() -> bool:
-            is_dropping = any(not segment.num_reads for segment in state.catalog.dead)
-            return not state.is_writable or not (is_dropping or self._writer.has_unsynced_holes)
+            is_busy = state.catalog.is_dropping or self._writer.has_unsynced_holes
+            is_clearing = state.catalog.cleared != self._clears.digest
+            return state.is_opening or not state.is_writable or not (is_busy or is_clearing)
 
         with state.lock:
             return state.given_back.wait_for(is_settled, max(deadline_s - time.monotonic(), 0.0))
@@ -116,15 +113,13 @@ class SegmentWrites:
     def _open(self) -> bool:
         """Open the tier; False if it was closed before that was done."""
         try:
-            next_sequence = self._open_tier(self._is_to_go_on)
+            is_open = self._open_tier(self._is_to_go_on)
         except Exception:
             logger.exception("reading what lies on the SSD failed: it is not used by this daemon")
             with self._state.lock:
                 self._state.is_given_up, self._state.is_opening = True, False
             return True
-        if next_sequence is not None:
-            self._sequences = itertools.count(next_sequence)
-        return next_sequence is not None
+        return is_open
 
     def _is_to_go_on(self) -> bool:
         if self._state.pending_clears:
@@ -149,6 +144,9 @@ class SegmentWrites:
                 self._state.given_back.notify_all()
         # Those that failed, once more.
         self._note_clears()
+        if is_open:
+            with contextlib.suppress(OSError):
+                self._state.catalog.commit(is_last=True)
 
     def _write(self, items: Sequence[QueuedSegment]) -> None:
         """Write a group of segments with one sync. Segments that fail are given up, and counted.
@@ -162,14 +160,15 @@ class SegmentWrites:
         appended: set[tuple[str, str]] = set()
         num_appended = 0
         try:
+            self._state.catalog.commit()
             self._room.give_back()
             for item in items:
                 manifest = item.manifest
                 with self._state.lock:
-                    if not self._state.catalog.index.find_missing(manifest.model, manifest.page_keys):
+                    if None not in self._state.catalog.find(manifest.model, manifest.page_keys):
                         continue
                     # Its use keeps what it continues from being evicted for it.
-                    self._state.catalog.touch_page(manifest.model, manifest.parent_key)
+                    self._touch_page(manifest.model, manifest.parent_key)
                 if not self._room.make(segment_num_bytes(manifest, item.metadata)):
                     self._state.counters.skip("no room")
                     continue
@@ -177,10 +176,9 @@ class SegmentWrites:
                     self._state.counters.skip("orphan")
                     continue
                 appended.update((manifest.model.fingerprint, key) for key in manifest.page_keys)
-                sequence = next(self._sequences)
-                publish = self._publisher(item, sequence, published)
+                publish = self._publisher(item, published)
                 num_appended += 1
-                self._writer.append(manifest, item.metadata, item.blocks, sequence, publish)
+                self._writer.append(manifest, item.metadata, item.blocks, publish)
             self._writer.commit()
         except OSError as error:
             # If a read or a removal failed, the records that were appended before it are still good.
@@ -194,6 +192,11 @@ class SegmentWrites:
                 self._state.suspension.succeeded()
                 self._state.fullness.succeeded()
 
+    def _touch_page(self, model: ModelIdentity, page_key: str | None) -> None:
+        (found,) = self._state.catalog.find(model, (page_key,)) if page_key is not None else (None,)
+        if found is not None:
+            self._state.catalog.touch([found[0]])
+
     def _is_continuing(self, manifest: SegmentManifest, appended: set[tuple[str, str]]) -> bool:
         """Whether a segment begins a conversation, or continues one here: else it could never be found.
 
@@ -203,10 +206,10 @@ class SegmentWrites:
         if key is None or (manifest.model.fingerprint, key) in appended:
             return True
         with self._state.lock:
-            return self._state.catalog.index.manifest_of(manifest.model, key) is not None
+            return self._state.catalog.find(manifest.model, (key,)) != [None]
 
     def _publisher(
-        self, item: QueuedSegment, sequence: int, published: list[QueuedSegment]
+        self, item: QueuedSegment, published: list[QueuedSegment]
     ) -> Callable[[LogFile, int], None]:
         """A function that makes a durable record findable; it is called under the tier's lock."""
         state = self._state
@@ -214,14 +217,13 @@ class SegmentWrites:
         def publish(file: LogFile, offset: int) -> None:
             published.append(item)
             manifest = item.manifest
-            record = SegmentRecord.of(sequence, manifest, item.checksums, item.metadata)
-            segment = SsdSegment(record, file, offset)
-            if state.is_being_cleared(manifest.model):
+            record = SegmentRecord.of(manifest, item.checksums, item.metadata)
+            is_wanted = not state.is_being_cleared(manifest.model)
+            if is_wanted:
+                state.counters.add(written_segments=1, written_bytes=manifest.num_bytes)
+            else:
                 state.counters.skip("dropped")
-                state.catalog.dead.append(segment)
-                return
-            state.counters.add(written_segments=1, written_bytes=manifest.num_bytes)
-            state.catalog.add(segment)
+            state.catalog.add(SsdSegment(record, file, offset), is_wanted=is_wanted)
 
         return publish
 
@@ -237,8 +239,6 @@ class SegmentWrites:
             self._writer.seal()
         try:
             for fingerprint in pending:
-                # All of it has to be gone before new segments of the model are written.
-                self._remove(segment for segment in self._segments() if _is_of(fingerprint, segment))
                 self._forget_durably(fingerprint)
         except OSError as error:
             self._give_up(error)
@@ -246,17 +246,11 @@ class SegmentWrites:
             with state.lock:
                 for fingerprint in pending:
                     del state.pending_clears[fingerprint]
-            # While the tier opens, live bytes of the files are not all counted yet.
-            if not state.is_given_up and not state.is_opening:
-                self._give_back()
         for noted in pending.values():
             noted.set()
-
-    def _give_back(self) -> None:
-        try:
-            self._room.give_back()
-        except OSError as error:
-            self._state.failed("failed removal", error)
+        # While the tier opens, it is not known yet what is in the files.
+        if not state.is_given_up and not state.is_opening:
+            self._room.remove_cleared(self._clears)
 
     def _forget_durably(self, fingerprint: str | None) -> None:
         """Write a note of a clear; while that fails, remove log files, those with least live bytes first.
@@ -278,20 +272,26 @@ class SegmentWrites:
             if not is_removing:
                 is_removing = True
                 logger.warning("a clear cannot be noted on the SSD (%s): removing files instead", failure)
-            with self._state.lock:
-                file = min(self._writer.files.values(), key=lambda file: file.live_bytes, default=None)
+            file = self._emptiest_file()
             if file is None and not self._writer.has_unread:
                 return
             if file is None or self._state.is_opening:
                 raise failure
-            self._remove([segment for segment in self._segments() if segment.file is file])
-            self._writer.remove(file)
+            self._room.remove(file)
+
+    def _emptiest_file(self) -> LogFile | None:
+        """The file with the least that is not to be cleared."""
+        live: Counter[int] = Counter()
+        for place, entry in self._state.catalog.index.records():
+            if not {None, entry.fingerprint.hex()} & self._state.pending_clears.keys():
+                live[file_number_of(place)] += entry.record_num_bytes
+        return min(self._writer.files.values(), key=lambda file: live[file.number], default=None)
 
     def _give_up(self, error: OSError) -> None:
         """Find and write nothing any more: what is on the disk was cleared, and the disk does not know it."""
         with self._state.lock:
             was_given_up, self._state.is_given_up = self._state.is_given_up, True
-        self._remove(self._segments())
+            self._state.catalog.forget_segments(lambda segment: True)
         if not was_given_up:
             logger.error(
                 "the SSD can neither note a clear nor remove what was cleared (%s): this daemon uses it no "
@@ -300,20 +300,6 @@ class SegmentWrites:
                 error,
                 self._writer.directory,
             )
-
-    def _segments(self) -> list[SsdSegment]:
-        with self._state.lock:
-            return self._state.catalog.segments
-
-    def _remove(self, segments: Iterable[SsdSegment]) -> None:
-        """Take segments out, those that have not left yet."""
-        left = iter(segments)
-        while some := list(itertools.islice(left, _MAX_REMOVED)):
-            time.sleep(LOCK_PAUSE_S)
-            with self._state.lock:
-                for segment in some:
-                    if segment.is_indexed:
-                        self._state.catalog.remove(segment)
 
 
 def _is_of(fingerprint: str | None, of: QueuedSegment | SsdSegment) -> bool:

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import lmdb
 
 from krul_backend.errors import ConfigError, RecordError, TierReadError
 from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
-from krul_backend.tiers.common.eviction import EvictionPolicy, LruPolicy
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspension, TailRead
-from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.common.page_index import PageRun, missing_runs, num_equal_keys, num_equal_pages
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
-from krul_backend.tiers.common.record import RECORD_ALIGN, encode_metadata, no_checksums
-from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, TierState
+from krul_backend.tiers.common.record import RECORD_ALIGN, SegmentRecord, encode_metadata, no_checksums
+from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, TierState, medium_errors
 from krul_backend.tiers.ssd.disk import Disk
+from krul_backend.tiers.ssd.index import Entry, State, file_number_of, open_index, place_of
+from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import LogWriter
-from krul_backend.tiers.ssd.own_files import DirectoryLock, format_directory, remove_older_formats
+from krul_backend.tiers.ssd.own_files import (
+    FILE_HEADER_NUM_BYTES,
+    DirectoryLock,
+    format_directory,
+    remove_index,
+    remove_older_formats,
+)
 from krul_backend.tiers.ssd.reader import PieceReader
-from krul_backend.tiers.ssd.recovery import Recovery
-from krul_backend.tiers.ssd.room import LOCK_PAUSE_S, Room
+from krul_backend.tiers.ssd.recovery import IndexOutdatedError, Recovered, Recovery
+from krul_backend.tiers.ssd.room import Room
 from krul_backend.tiers.ssd.segment_reads import MAX_READS_AT_ONCE, PROBE_NUM_BYTES, SegmentReads
 from krul_backend.tiers.ssd.segment_writes import SegmentWrites
 
@@ -33,21 +43,21 @@ _MIB = 1 << 20
 _CLOSE_TIMEOUT_S = 5.0
 _LEAST_FILE_BYTES = 4 * RECORD_ALIGN
 
-_MAX_ENTERED = 128
-"""The most segments that are entered into the catalog in one hold of the tier's lock."""
+_MAX_ENTERED = 1024
+"""So many records are entered into the index at once."""
 
 
 class SsdTier(LowerTier):
     """Keeps segments in append-only log files in ``<directory>/krul-v<format>/``; see docs/tiers.md.
 
-    Only durable segments can be found. A thread reads the headers of those that lie there already: until that
-    is done nothing is found, and what is put waits. A disk that hangs delays neither ``match`` nor ``put``:
-    the lock of the bookkeeping is never held during I/O.
+    Only durable segments can be found, by an index on the disk. A thread reads what the index does not know
+    yet: until that is done nothing is found, and what is put waits. A disk that hangs delays no ``put``, and
+    a ``match`` for ``read_timeout_s`` at most: no lock of the bookkeeping is held while a log is read.
 
     Args:
         capacity_bytes: how much all files together may take, at any moment.
         read_timeout_s: a fetch fails when one piece of some MiB takes longer.
-        policy: order of eviction, owned by the tier from here on; least recently used first if not given.
+        eviction: the order of eviction, ``value`` or ``lru``.
         disk: the system calls.
         clock: seconds, monotonic; for idle times and suspensions.
         max_queued_bytes: size of the segments that may wait to be written; further ones are refused.
@@ -67,7 +77,7 @@ class SsdTier(LowerTier):
         capacity_bytes: int,
         *,
         read_timeout_s: float = 1.0,
-        policy: EvictionPolicy | None = None,
+        eviction: str = "lru",
         disk: Disk | None = None,
         clock: Clock = time.monotonic,
         max_queued_bytes: int = 256 * _MIB,
@@ -84,25 +94,29 @@ class SsdTier(LowerTier):
         disk = disk if disk is not None else Disk()
         self._capacity_bytes = capacity_bytes
         self._directory = format_directory(directory)
-        catalog = Catalog(policy if policy is not None else LruPolicy(), clock)
-        fullness = Suspension(f"{self.name}, writing only", clock)
-        self._state = TierState(catalog, Suspension(self.name, clock), fullness, clock)
         self._directory_lock = DirectoryLock(self._directory, patience_s)
         try:
             self._recovery = Recovery(disk, self._directory)
+            self._index = open_index(disk, self._directory, capacity_bytes)
         except BaseException:
             self._directory_lock.release()
             raise
+        lock, files = threading.Lock(), dict[int, LogFile]()
+        catalog = Catalog(self._index, eviction, files, self._recovery.clears.is_cleared, lock)
+        fullness = Suspension(f"{self.name}, writing only", clock)
+        self._state = TierState(lock, catalog, Suspension(self.name, clock), fullness)
         self._disk = disk
         self._reader = PieceReader(disk, read_timeout_s)
         self._writer = LogWriter(
             disk,
             self._directory,
-            self._state.lock,
+            lock,
+            files,
             file_bytes,
             self._recovery.can_punch,
             self._recovery.sizes,
             self._recovery.next_number,
+            lambda punched: catalog.commit(place_of(*each) for each in punched),
         )
         self.reads = ReadQueue(MAX_READS_AT_ONCE, f"krul-read-{self.name}")
         self._reads = SegmentReads(self._state, self._writer, self._reader, self.reads)
@@ -133,87 +147,177 @@ class SsdTier(LowerTier):
         if num_bytes > 0:
             self._reads.measure(self._disk, self._directory, num_bytes)
 
-    def _open(self, go_on: Callable[[], bool]) -> int | None:
-        """Read what lies on the disk; see ``SegmentWrites``."""
+    def _open(self, go_on: Callable[[], bool]) -> bool:
+        """Go on with what lies on the disk; see ``SegmentWrites``."""
         started_s = time.monotonic()
-        found = self._recovery.scan(go_on)
+        found = self._scan(go_on)
         if found is None:
-            return None
-        self._writer.adopt(found.files, found.unread, self._recovery.clears.first_open_number)
-        if not self._fill_catalog(found.segments, go_on):
-            return None
+            return False
+        catalog, writer = self._state.catalog, self._writer
+        dead = {
+            place: num_bytes
+            for place, num_bytes in self._index.dead()
+            if file_number_of(place) in writer.files
+        }
+        for file in found.files:
+            here = sum(num_bytes for place, num_bytes in dead.items() if file_number_of(place) == file.number)
+            if writer.can_punch:
+                file.taken_bytes = FILE_HEADER_NUM_BYTES + file.live_bytes + here
+        writer.adopt(found.files, found.unread, self._recovery.clears.first_open_number)
+        with self._state.lock:
+            catalog.dead.update(dead)
+            for number in catalog.known_files:
+                if number not in writer.files and number not in found.unread:
+                    catalog.lose_file(number)
         try:
             self._disk.sync_directory(self._directory)
             remove_older_formats(self._disk, self._directory.parent)
             # The cap may be smaller than it was when the files were written.
             self._room.make(0)
-            self._writer.commit()
+            writer.commit()
         except OSError as error:
             self._state.failed("failed start", error)
         with self._state.lock:
-            for manifest in self._discarded:
-                self._remove_like(manifest)
-            self._discarded.clear()
+            discarded = list(self._discarded)
+        for manifest in discarded:
+            self._remove_like(manifest)
+        if catalog.cleared != self._recovery.clears.digest:
+            self._room.remove_cleared(self._recovery.clears)
+        with self._state.lock:
             self._state.is_opening = False
-            num_segments = self._state.catalog.num_segments
+            num_segments = catalog.num_segments
         self._has_opened.set()
         logger.info(
-            "the SSD tier has %d segments in %d files, which took %.1f s to read",
+            "the SSD tier has %d segments in %d files, which took %.1f s to find out",
             num_segments,
             len(found.files),
             time.monotonic() - started_s,
         )
-        return found.next_sequence
-
-    def _fill_catalog(self, segments: Sequence[SsdSegment], go_on: Callable[[], bool]) -> bool:
-        """Enter the segments, ordered by sequence, but those that are cleared meanwhile.
-
-        False if ``go_on`` says so.
-        """
-        state, clears = self._state, self._recovery.clears
-        for first in range(0, len(segments), _MAX_ENTERED):
-            with state.lock:
-                for segment in segments[first : first + _MAX_ENTERED]:
-                    model = segment.manifest.model
-                    is_cleared = clears.is_cleared(model.fingerprint, segment.file.number)
-                    if is_cleared or state.is_being_cleared(model):
-                        state.catalog.dead.append(segment)
-                    else:
-                        state.catalog.remove_superseded(segment)
-                        state.catalog.add(segment)
-            if not go_on():
-                return False
-            time.sleep(LOCK_PAUSE_S)
         return True
+
+    def _scan(self, go_on: Callable[[], bool]) -> Recovered | None:
+        """Read what the index does not know; all of it if the index is missing or of other files."""
+        catalog, files = self._state.catalog, self._writer.files
+        num_waiting = 0
+
+        def enter(file: LogFile, offset: int, record: SegmentRecord) -> None:
+            nonlocal num_waiting
+            with self._state.lock:
+                files[file.number] = file
+                catalog.add(SsdSegment(record, file, offset))
+            num_waiting += 1
+            if num_waiting == _MAX_ENTERED:
+                num_waiting = 0
+                catalog.commit(supersedes=True)
+
+        def scan(state: State) -> Recovered | None:
+            catalog.open(state)
+            found = None
+            try:
+                found = self._recovery.scan(state, enter, go_on)
+            finally:
+                if found is None:
+                    # They are closed.
+                    files.clear()
+            return found
+
+        state = self._index.load_state()
+        try:
+            found = scan(state if state is not None else State({}))
+        except IndexOutdatedError as error:
+            logger.warning("the index in %s is made again: %s", self._directory, error)
+            with medium_errors(), self._index.changing() as change:
+                change.empty()
+            found = scan(State({}))
+        if found is not None:
+            files.update((file.number, file) for file in found.files)
+            catalog.commit(supersedes=True)
+        return found
 
     def wait_until_open(self, timeout_s: float) -> bool:
         return self._has_opened.wait(timeout_s)
 
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
-        with self._state.lock:
-            if not self._state.is_findable:
-                # Segments that cannot be read now should be stored again.
-                return [range(len(page_keys))] if page_keys else []
-            return self._state.catalog.index.find_missing(model, page_keys)
+        # Segments that cannot be read now should be stored again.
+        found = self._find(model, page_keys)
+        return missing_runs([each is not None for each in found])
 
     def match(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds, next_token: int | None
     ) -> tuple[PageRun[SsdSegment], ...]:
+        runs: list[PageRun[SsdSegment]] = []
+        keys, page_size, at = tuple(page_keys), model.page_size, 0
+        while at < len(keys):
+            (found,) = self._find(model, keys[at : at + 1])
+            segment = self._segment(found[0]) if found is not None else None
+            if found is None or segment is None:
+                break
+            manifest, first_page = segment.manifest, found[1]
+            start_token = manifest.start_token + first_page * page_size
+            num_keys = num_right = 0
+            if manifest.model == model and next_token in (None, start_token):
+                num_keys = num_equal_keys(keys, at, manifest.page_keys, first_page)
+                num_right = num_equal_pages(
+                    token_ids[at * page_size : (at + num_keys) * page_size],
+                    manifest.token_ids[first_page * page_size : (first_page + num_keys) * page_size],
+                    page_size,
+                )
+            if num_right:
+                runs.append(PageRun(segment, first_page, first_page + num_right))
+            else:
+                self._let_go(segment)
+            if num_right < num_keys or not num_keys:
+                break
+            at += num_keys
+            next_token = start_token + num_keys * page_size
+        if runs:
+            self._touch([run.segment.segment_id for run in runs])
+        return tuple(runs)
+
+    def _find(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[tuple[int, int] | None]:
+        """As ``Catalog.find``; nothing while nothing may be found, or if the index cannot be read."""
+        state = self._state
+        with state.lock:
+            if state.is_findable and not state.is_being_cleared(model):
+                try:
+                    return state.catalog.find(model, page_keys)
+                except lmdb.Error as error:
+                    self._distrust_index(error)
+        return [None] * len(page_keys)
+
+    def _distrust_index(self, error: lmdb.Error) -> None:
+        """Leave the tier alone for a while; the next start makes the index again."""
+        self._state.suspension.failed("damaged index", error)
+        with contextlib.suppress(OSError):
+            remove_index(self._disk, self._directory)
+
+    def _touch(self, places: Sequence[int]) -> None:
         with self._state.lock:
-            if not self._state.is_findable:
-                return ()
-            runs = self._state.catalog.match(model, page_keys, token_ids, next_token)
-            for run in runs:
-                run.segment.num_holds += 1
-            return runs
+            try:
+                has_many = self._state.catalog.touch(places)
+            except lmdb.Error as error:
+                self._distrust_index(error)
+                return
+        if has_many:
+            self._state.wake()
+
+    def _segment(self, place: int) -> SsdSegment | None:
+        """The segment at a place, held; None if it has left or cannot be read."""
+        try:
+            return self._reads.load(place)
+        except TierReadError:
+            return None
+
+    def _let_go(self, segment: SsdSegment) -> None:
+        with self._state.lock:
+            segment.num_holds -= 1
 
     def hold(self, run: PageRun[SsdSegment]) -> None:
         with self._state.lock:
             run.segment.num_holds += 1
 
     def release(self, run: PageRun[SsdSegment]) -> None:
-        with self._state.lock:
-            run.segment.num_holds -= 1
+        self._let_go(run.segment)
 
     def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         self._reads.read(reads, priority)
@@ -236,7 +340,7 @@ class SsdTier(LowerTier):
         return self._writes.can_hold(manifest, metadata)
 
     def may_hold(self, model: ModelIdentity, page_key: str) -> bool:
-        return self._state.is_opening or super().may_hold(model, page_key)
+        return self._state.is_opening or self._find(model, (page_key,)) != [None]
 
     def discard(self, manifest: SegmentManifest) -> None:
         """As ``LowerTier.discard``. Durable after a ``flush``."""
@@ -244,22 +348,35 @@ class SsdTier(LowerTier):
         with self._state.lock:
             if self._state.is_opening:
                 self._discarded.append(manifest)
-            self._remove_like(manifest)
-        self._state.wake()
+                return
+        self._remove_like(manifest)
 
     def _remove_like(self, manifest: SegmentManifest) -> None:
-        """Take out what holds a page of a segment and is encoded like it. Called with the lock held."""
-        for segment in self._state.catalog.index.segments_of(manifest.model, manifest.page_keys):
-            if segment.manifest.shares_encoded_pages(manifest):
-                self._state.catalog.remove(segment)
+        """Take out what holds a page of a segment and is encoded like it."""
+        with self._state.lock:
+            found = self._state.catalog.find(manifest.model, manifest.page_keys)
+        for place in dict.fromkeys(each[0] for each in found if each is not None):
+            segment = self._segment(place)
+            if segment is not None:
+                self._let_go(segment)
+                if segment.manifest.shares_encoded_pages(manifest):
+                    with self._state.lock:
+                        self._state.catalog.remove(place)
+        self._state.wake()
 
     def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
-        with self._state.lock:
-            return self._state.catalog.index.manifest_of(model, page_key)
+        (found,) = self._find(model, (page_key,))
+        segment = self._segment(found[0]) if found is not None else None
+        if segment is None:
+            return None
+        self._let_go(segment)
+        is_right = segment.manifest.model == model and page_key in segment.manifest.page_keys
+        return segment.manifest if is_right else None
 
     def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
+        (found,) = self._find(model, (page_key,))
         with self._state.lock:
-            return self._state.catalog.index.is_needed(model, page_key)
+            return found is not None and self._state.catalog.is_continued(found[0])
 
     def cost(self) -> TierCost:
         return self._reads.cost
@@ -275,38 +392,51 @@ class SsdTier(LowerTier):
         self._writes.clear(model)
 
     def list_segments(self) -> list[SegmentInfo]:
-        with self._state.lock:
-            now_s = self._state.clock()
-            return [
+        infos = []
+        for place, entry in self._records():
+            segment = self._segment(place)
+            if segment is None:
+                continue
+            with self._state.lock:
+                segment.num_holds -= 1
+                idle_s = max(time.time() - self._state.catalog.used_at_s(place, entry), 0.0)
+            infos.append(
                 SegmentInfo.of(
-                    segment.segment_id,
-                    segment.manifest,
-                    self.name,
-                    num_leases=segment.num_holds,
-                    idle_s=now_s - segment.last_used_s,
+                    place, segment.manifest, self.name, num_leases=segment.num_holds, idle_s=idle_s
                 )
-                for segment in self._state.catalog.segments
-            ]
+            )
+        return infos
+
+    def _records(self) -> Iterator[tuple[int, Entry]]:
+        """What is in the index, and may be found."""
+        for place, entry in self._index.records():
+            is_cleared = self._recovery.clears.is_cleared(entry.fingerprint.hex(), file_number_of(place))
+            if self._state.is_findable and not is_cleared:
+                yield place, entry
 
     def verify(self) -> DamageReport:
         """As ``LowerTier.verify``. Stops when the disk fails: what was not read is not in the report."""
         num_blocks = num_bytes = 0
         bad: list[int] = []
-        with self._state.lock:
-            segments = self._state.catalog.segments
-        for segment in segments:
+        for place, entry in self._records():
             try:
-                self._reads.read_for_upkeep(segment)
+                segment = self._reads.load(place)
+                if segment is None:
+                    # It left meanwhile.
+                    continue
+                try:
+                    self._reads.read_for_upkeep(segment)
+                finally:
+                    self._let_go(segment)
             except TierReadError as error:
                 if isinstance(error.__cause__, RecordError):
-                    bad.append(segment.segment_id)
+                    bad.append(place)
                 elif isinstance(error.__cause__, OSError):
                     break
                 else:
-                    # It left meanwhile.
                     continue
-            num_blocks += len(segment.manifest.layer_num_bytes)
-            num_bytes += segment.manifest.num_bytes
+            num_blocks += entry.num_layers
+            num_bytes += entry.num_bytes
         return DamageReport(num_blocks, num_bytes, tuple(bad))
 
     def stats(self) -> TierStats:
@@ -318,9 +448,7 @@ class SsdTier(LowerTier):
                 capacity_bytes=self._capacity_bytes,
                 used_bytes=used_bytes,
                 free_bytes=self._capacity_bytes - used_bytes,
-                stored_bytes=self._state.catalog.stored_bytes,
-                num_segments=self._state.catalog.num_segments,
-                num_pages=self._state.catalog.index.num_pages,
+                **self._state.num_stored(),
                 queued_segments=queued_segments,
                 queued_bytes=queued_bytes,
                 is_suspended=self._state.is_suspended,
@@ -339,6 +467,8 @@ class SsdTier(LowerTier):
         self.reads.close()
         if has_ended:
             self._writer.close()
+            with self._state.lock:
+                self._index.close()
             self._directory_lock.release()
         else:
             # The write may still reach the disk: the directory stays locked until this process ends.

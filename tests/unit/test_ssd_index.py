@@ -1,0 +1,228 @@
+"""The index of the SSD tier beside its logs: kills between their writes, and what one of them has lost."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from krul_backend.tiers.ssd.index import IndexChange, SegmentIndex
+from krul_backend.tiers.ssd.own_files import INDEX_FILES, format_directory
+from krul_backend.tiers.ssd.ssd_tier import SsdTier
+from tests.support.ssd_builders import FaultyDisk, disk_bytes, has, open_tier, put
+from tests.support.store_builders import make_manifest, make_model
+
+SIZES = (9000, 5000)
+NUM_PUT = 65
+OLD, OTHER = make_model("old"), make_model("other")
+NUM_OF_OLD = 4
+
+
+def copy(source: Path, target: Path) -> Path:
+    """Copy files with their holes."""
+    subprocess.run(["cp", "-a", str(source), str(target)], check=True)
+    return target
+
+
+def name_of(number: int) -> str:
+    return f"c{number}"
+
+
+def model_of(number: int) -> object:
+    return OLD if number % 10 < NUM_OF_OLD else OTHER
+
+
+@dataclass
+class Left:
+    """What a kill left behind: a copy of the directory, and what must not be found in it any more."""
+
+    directory: Path
+    at: str
+    dropped: frozenset[int]
+    is_cleared: bool
+
+
+class Killer(FaultyDisk):
+    """Copies the directory before and after each sync and hole of the logs, and each commit of the index."""
+
+    def __init__(self, directory: Path, copies: Path) -> None:
+        super().__init__()
+        self._directory, self._copies = directory, copies
+        self.left: list[Left] = []
+        self.dropped: set[int] = set()
+        self.is_cleared = False
+        self.is_copying = False
+
+    def kill(self, at: str) -> None:
+        if self.is_copying:
+            target = copy(self._directory, self._copies / str(len(self.left)))
+            self.left.append(Left(target, at, frozenset(self.dropped), self.is_cleared))
+
+    def fdatasync(self, fd: int) -> None:
+        self.kill("before a sync")
+        super().fdatasync(fd)
+        self.kill("after a sync")
+
+    def punch(self, fd: int, offset: int, num_bytes: int) -> None:
+        self.kill("before a hole")
+        super().punch(fd, offset, num_bytes)
+        self.kill("after a hole")
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        changing = SegmentIndex.changing
+
+        @contextmanager
+        def watched(index: SegmentIndex) -> Iterator[IndexChange]:
+            with changing(index) as change:
+                yield change
+                self.kill("before a commit of the index")
+            self.kill("after a commit of the index")
+
+        patch.setattr(SegmentIndex, "changing", watched)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> list[Left]:
+    """All that kills could leave of a tier that evicts, drops and clears."""
+    directory, copies = tmp_path_factory.mktemp("tier"), tmp_path_factory.mktemp("left")
+    disk = Killer(directory, copies)
+    with pytest.MonkeyPatch.context() as patch:
+        disk.watch(patch)
+        tier = open_tier(directory, disk)
+        for number in range(NUM_PUT):
+            # A copy of each would be too much.
+            disk.is_copying = number % 8 == 7
+            assert put(tier, name_of(number), sizes=SIZES, model=model_of(number), seed=number)
+        disk.is_copying = True
+        for number in (NUM_PUT - 7, NUM_PUT - 9):
+            tier.discard(make_manifest(name_of(number), 0, 2, SIZES, model_of(number)))
+            assert tier.flush(20)
+            disk.dropped.add(number)
+        tier.clear(OLD)
+        disk.is_cleared = True
+        assert put(tier, name_of(NUM_PUT), sizes=SIZES, model=OTHER, seed=NUM_PUT)
+        disk.is_copying = False
+        tier.close()
+    assert len({each.at for each in disk.left}) == 6
+    return disk.left
+
+
+def found_in(tier: SsdTier) -> set[int]:
+    """Which segments are found; each of them must have its bytes."""
+    return {
+        number
+        for number in range(NUM_PUT + 1)
+        if has(tier, name_of(number), seed=number, model=model_of(number))
+    }
+
+
+def test_after_a_kill_between_two_writes_nothing_is_lost_twice(left: list[Left], tmp_path: Path) -> None:
+    for number, each in enumerate([*random.Random(0).sample(left, 40), *left[-10:]]):
+        directory = copy(each.directory, tmp_path / str(number))
+        tier = open_tier(directory)
+        found = found_in(tier)
+        assert len(found) > 4, each.at
+        assert found.isdisjoint(each.dropped), each.at
+        if each.is_cleared:
+            assert all(model_of(number) is not OLD for number in found), each.at
+        stats = tier.stats()
+        assert stats.num_segments == len(found), each.at
+        # Nothing takes space that is neither found nor given back.
+        assert stats.used_bytes == disk_bytes(directory), each.at
+        assert stats.corrupted_segments == 0, each.at
+        tier.close()
+
+
+def test_logs_and_an_index_of_other_moments_give_right_bytes_or_misses(
+    left: list[Left], tmp_path: Path
+) -> None:
+    draw = random.Random(0)
+    for number in range(40):
+        logs, index = draw.choice(left), draw.choice(left)
+        directory = copy(logs.directory, tmp_path / str(number))
+        for name in INDEX_FILES:
+            shutil.copy(format_directory(index.directory) / name, format_directory(directory) / name)
+        tier = open_tier(directory)
+        found = found_in(tier)
+        # What is a hole in the logs is a miss, whatever the index says.
+        assert found.isdisjoint(logs.dropped & index.dropped)
+        assert put(tier, "new", sizes=SIZES, seed=7)
+        assert has(tier, "new", seed=7), (tier.stats(), logs.at, index.at)
+        tier.close()
+
+
+def cut_off(index: Path) -> None:
+    index.write_bytes(index.read_bytes()[:5000])
+
+
+def overwrite(index: Path) -> None:
+    index.write_bytes(b"somebody's" * 10_000)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut_off, overwrite])
+def test_an_index_that_is_missing_or_damaged_is_made_again(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    tier = open_tier(tmp_path)
+    for number in range(NUM_PUT):
+        put(tier, name_of(number), sizes=SIZES, model=model_of(number), seed=number)
+    before, used_bytes = found_in(tier), tier.stats().used_bytes
+    tier.close()
+    damage(format_directory(tmp_path) / "index")
+    tier = open_tier(tmp_path)
+    assert found_in(tier) == before
+    assert tier.stats().used_bytes == used_bytes
+    tier.close()
+
+
+def test_the_index_of_another_directory_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("one", "other"):
+        tier = open_tier(tmp_path / name)
+        put(tier, name, seed=1)
+        tier.close()
+    for name in INDEX_FILES:
+        shutil.copy(format_directory(tmp_path / "other") / name, format_directory(tmp_path / "one") / name)
+    tier = open_tier(tmp_path / "one")
+    assert "is made again: 00000001.log is not the file that was indexed" in caplog.text
+    assert has(tier, "one", seed=1)
+    assert not has(tier, "other")
+    tier.close()
+
+
+def test_a_start_reads_the_headers_of_files_alone(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    for number in range(20):
+        put(tier, name_of(number), sizes=SIZES, seed=number)
+    tier.close()
+    num_files = len(list(tmp_path.rglob("*.log")))
+    disk = FaultyDisk()
+    # So that what reading costs is not measured.
+    disk.num_free_bytes = 0
+    tier = open_tier(tmp_path, disk)
+    assert tier.stats().num_segments == 20
+    assert disk.num_bytes_read <= num_files * 4096 + (128 << 10)
+    tier.close()
+
+
+def test_the_order_of_uses_outlives_the_process(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    for number in range(20):
+        put(tier, name_of(number), sizes=SIZES, seed=number)
+    assert has(tier, "c0", seed=0)
+    put(tier, "c20", sizes=SIZES, seed=20)
+    tier.close()
+    tier = open_tier(tmp_path)
+    for number in range(21, 45):
+        put(tier, name_of(number), sizes=SIZES, seed=number)
+        if not has(tier, "c1", seed=1):
+            break
+    assert has(tier, "c0", seed=0), "it was used after c1"
+    tier.close()
