@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -74,6 +76,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _OUT_OF_MEMORY)
     return isinstance(error, MemoryError)
+
+
+def map_shared(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Map a memory file, in huge pages where the system allows them: locking many pages takes long.
+
+    Raises:
+        OSError: the mapping is refused.
+    """
+    mapping = mmap.mmap(descriptor, num_bytes)
+    with contextlib.suppress(OSError):
+        # A kernel without them refuses the advice.
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 _V1_LIMIT = "memory.limit_in_bytes"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from krul_backend.attention.rows import QueryRows
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_sglang.learning.reader import POOL_DTYPE, CapturedAttention, dynamic_cache, observed_attention
+from krul_sglang.learning.reader import POOL_DTYPE, dynamic_cache, observed_attention
 
 VisibleTokens = Sequence[Tensor]
 """Per layer bool ``[Hkv, T]``: which history tokens the query heads of a KV head see."""
@@ -31,6 +32,43 @@ class Run:
     logits: Tensor
     queries: tuple[Tensor, ...]
     kv: tuple[LayerKV, ...]
+
+
+@dataclass
+class CapturedAttention:
+    """Queries of the captured forward and all keys and values, per layer, on the model's device."""
+
+    queries: list[torch.Tensor] = field(default_factory=list)
+    layers: list[LayerKV] = field(default_factory=list)
+    scaling: float = 1.0
+
+    def take(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> None:
+        assert layer == len(self.layers), f"layer {layer} came after {len(self.layers)} layers"
+        self.queries.append(queries)
+        self.layers.append(LayerKV(keys, values))
+        self.scaling = scaling
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.layers[0].k)
+
+    def read_keys(self, layer: int) -> torch.Tensor:
+        """``[T, Hkv, D]``."""
+        return self.layers[layer].k
+
+    def rows(self, positions: torch.Tensor | None = None) -> QueryRows:
+        """Rows at ``positions`` (absolute, int64 ``[R]``, all of the captured forward), or all of them."""
+        num_queries, num_heads, _ = self.queries[0].shape
+        # The forward may have had only the last tokens: the others were in its cache.
+        first = self.num_tokens - num_queries
+        if positions is None:
+            positions = torch.arange(first, self.num_tokens)
+        index = (positions - first).to(self.queries[0].device)
+        queries = torch.stack([queries[index] for queries in self.queries])  # [L, R, H, D]
+        group = num_heads // self.layers[0].k.shape[1]
+        return QueryRows(queries, positions, torch.arange(num_heads) // group, self.scaling)
 
 
 @torch.no_grad()

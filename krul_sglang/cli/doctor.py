@@ -135,9 +135,9 @@ def _huge_pages(facts: Facts) -> Outcome:
     if facts.huge_pages == "never":
         return "warning", found, f"echo madvise > {folder}/enabled"
     is_large = facts.host_memory >= _MANY_BYTES and bool(facts.nvidia.devices)
-    if is_large and facts.shared_huge_pages not in ("always", "within_size", "force"):
+    if is_large and facts.shared_huge_pages not in ("always", "within_size", "advise", "force"):
         slow = f"{found}: pinning {format_bytes(facts.host_memory)} of small pages takes long"
-        return "warning", slow, f"echo within_size > {folder}/shmem_enabled"
+        return "warning", slow, f"echo advise > {folder}/shmem_enabled"
     return "ok", found
 
 

@@ -225,7 +225,7 @@ def memory_of_learning(checkpoint: Checkpoint, tp_size: int) -> int:
     predictions = 4 * 8 * num_predicted * config.vocab_size
     token_bytes = plan.read_tokens * vector_size(shape) * shape.dtype.itemsize
     texts = NUM_PIECES * num_layers * (token_bytes + num_predicted * 4 * config.hidden_size)
-    return ends + layer + predictions + texts + learning_num_bytes(shape, num_layers, tp_size)
+    return int(ends + layer + predictions + texts) + learning_num_bytes(shape, num_layers, tp_size)
 
 
 def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
@@ -279,7 +279,7 @@ def _part_of_model(config: Any, layer: int | None) -> Any:
                     self.model.layers[number] = nn.Identity()
             if layer is not None:
                 self.model.embed_tokens = self.model.norm = self.lm_head = nn.Identity()
-                self.all_tied_weights_keys = {}
+                self.all_tied_weights_keys: dict[str, str] = {}
 
     return Part
 

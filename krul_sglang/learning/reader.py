@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from krul_backend.attention.rows import QueryRows, attention_drawn, sample_positions
-from krul_backend.codec.layout import LayerKV, LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.learning import LearningText
 
@@ -28,9 +28,6 @@ POOL_DTYPE = torch.bfloat16
 
 
 _NAME = "krul_capture"
-
-ReadKV = Callable[[int], LayerKV]
-"""Reads one layer's KV of a text."""
 
 OnLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 """``(layer, queries [R, H, D], keys [T, Hkv, D], values [T, Hkv, D], scaling)`` of the first sequence."""
@@ -65,43 +62,6 @@ def observed_attention(model: Any, on_layer: OnLayer) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-@dataclass
-class CapturedAttention:
-    """Queries of the captured forward and all keys and values, per layer, on the model's device."""
-
-    queries: list[torch.Tensor] = field(default_factory=list)
-    layers: list[LayerKV] = field(default_factory=list)
-    scaling: float = 1.0
-
-    def take(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> None:
-        assert layer == len(self.layers), f"layer {layer} came after {len(self.layers)} layers"
-        self.queries.append(queries)
-        self.layers.append(LayerKV(keys, values))
-        self.scaling = scaling
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.layers[0].k)
-
-    def read_keys(self, layer: int) -> torch.Tensor:
-        """``[T, Hkv, D]``."""
-        return self.layers[layer].k
-
-    def rows(self, positions: torch.Tensor | None = None) -> QueryRows:
-        """Rows at ``positions`` (absolute, int64 ``[R]``, all of the captured forward), or all of them."""
-        num_queries, num_heads, _ = self.queries[0].shape
-        # The forward may have had only the last tokens: the others were in its cache.
-        first = self.num_tokens - num_queries
-        if positions is None:
-            positions = torch.arange(first, self.num_tokens)
-        index = (positions - first).to(self.queries[0].device)
-        queries = torch.stack([queries[index] for queries in self.queries])  # [L, R, H, D]
-        group = num_heads // self.layers[0].k.shape[1]
-        return QueryRows(queries, positions, torch.arange(num_heads) // group, self.scaling)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,14 +133,10 @@ class TextReader:
         attention: list[list[torch.Tensor]] = [[] for _ in texts]
         for layer in range(self.num_layers):
             with self._only(layer):
-                for number, (ids, after) in enumerate(texts):
-                    captured = CapturedAttention()
-                    with observed_attention(self._model, captured.take):
-                        hidden[number] = self._passed(hidden[number]).cpu()
-                    rows = captured.rows(sample_positions(0, len(ids), self._query_rows))
-                    attention[number].append(attention_drawn(rows, captured.read_keys, 0, len(ids)).cpu())
-                    kv = pooled(captured.layers[0])
-                    layers[number].append(LayerKV(kv.k.cpu(), kv.v.cpu()))
+                for number, (_, after) in enumerate(texts):
+                    hidden[number], kv, drawn = self._read_layer(hidden[number])
+                    layers[number].append(kv)
+                    attention[number].append(drawn)
                     if after:
                         inputs[number].append(self._passed(inputs[number][-1], kv).cpu())
             logger.info("read layer %d of %d", layer + 1, self.num_layers)
@@ -189,6 +145,21 @@ class TextReader:
             ReadText(history, after, entered)
             for history, (_, after), entered in zip(histories, texts, inputs, strict=True)
         ]
+
+    def _read_layer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, LayerKV, torch.Tensor]:
+        """What leaves the layer that is here when the hidden states of a text enter it; its KV, and the
+        attention ``[1, Hkv, T]`` that its tokens draw there. All of it on the host."""
+        taken: list[Any] = []
+        with observed_attention(self._model, lambda *of_layer: taken.append(of_layer)):
+            left = self._passed(hidden).cpu()
+        ((_, queries, keys, values, scaling),) = taken
+        num_tokens, num_heads, _ = queries.shape
+        positions = sample_positions(0, num_tokens, self._query_rows)
+        kv_heads = torch.arange(num_heads) // (num_heads // keys.shape[1])
+        rows = QueryRows(queries[positions.to(queries.device)][None], positions, kv_heads, scaling)
+        kv = pooled(LayerKV(keys, values))
+        drawn = attention_drawn(rows, lambda layer: keys, 0, num_tokens)
+        return left, LayerKV(kv.k.cpu(), kv.v.cpu()), drawn.cpu()
 
     def to_learn(self, texts: Sequence[ReadText], seeds: Sequence[int]) -> Iterator[list[LearningText]]:
         """What bases are learned from, of each text one layer after the other, the last layer first. Each has
@@ -203,7 +174,8 @@ class TextReader:
                     kv, positions = text.history.layers[layer], torch.arange(len(text.history.layers[0].k))
                     leaves = LayerKV(self._leaf(kv.k.float()), self._leaf(kv.v.float()))
                     entering = self._leaf(text.inputs[layer])
-                    self._passed(entering, leaves).backward(gradients[number].to(entering.device))
+                    left, gradient = self._passed(entering, leaves), gradients[number]
+                    torch.autograd.backward(left, gradient.to(left.device))
                     gradients[number] = _gradient(entering).cpu()
                     k, v = _gradient(leaves.k).cpu(), _gradient(leaves.v).cpu()
                     found.append(
@@ -217,7 +189,7 @@ class TextReader:
             yield found
 
     @torch.no_grad()
-    def divergences(self, texts: Sequence[tuple[Sequence[int], ReadKV, ReadKV]]) -> list[float]:
+    def divergences(self, texts: Sequence[tuple[Sequence[int], ReadLayer, ReadLayer]]) -> list[float]:
         """Of each text: predict its ids after the true history, and after the other one, both layer by layer.
         Returns the KL divergence of these predictions, in nats per token."""
         histories = [history for _, *both in texts for history in both]
@@ -231,8 +203,8 @@ class TextReader:
         found = []
         with self._only(None):
             for true, other in zip(hidden[::2], hidden[1::2], strict=True):
-                predictions = [self._logits(each).double().log_softmax(-1) for each in (other, true)]
-                found.append(float(F.kl_div(*predictions, reduction="batchmean", log_target=True)))
+                expected, changed = (self._logits(each).double().log_softmax(-1) for each in (true, other))
+                found.append(float(F.kl_div(changed, expected, reduction="batchmean", log_target=True)))
         return found
 
     def _of_predictions(self, text: ReadText, seed: int) -> torch.Tensor:
@@ -253,7 +225,8 @@ class TextReader:
     def _embedded(self, ids: Sequence[int]) -> torch.Tensor:
         """What enters the first layer, on the host: ``[T, any]``."""
         of_model = torch.tensor(list(ids), device=self._model.device)
-        return self._model.get_input_embeddings()(of_model).cpu()
+        entering: torch.Tensor = self._model.get_input_embeddings()(of_model)
+        return entering.cpu()
 
     def _passed(self, hidden: torch.Tensor, before: LayerKV | None = None) -> torch.Tensor:
         """What leaves the layer that is here when ``hidden [T, any]`` enters it, after the KV ``before``."""

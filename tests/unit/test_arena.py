@@ -3,6 +3,8 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -267,3 +269,12 @@ def test_the_descriptor_is_closed_with_the_arena() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     view[:] = 1
+
+
+def test_its_pages_are_huge_where_the_system_allows_them() -> None:
+    """The kernel notes for the mapping that it was asked to."""
+    arena = Arena(4 << 20)
+    first = f"{arena.buffer.ctypes.data:x}-"
+    of_mapping = Path("/proc/self/smaps").read_text().split("\n" + first)[1]
+    (flags,) = re.findall(r"^VmFlags: (.*)$", of_mapping, re.MULTILINE)[:1]
+    assert "hg" in flags.split()

@@ -75,7 +75,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "locked memory": ("pinning", "warning", {"lock_limit": 8 << 20}, "ulimit -l unlimited"),
     "no huge pages": ("huge pages", "warning", {"huge_pages": "never"}, "echo madvise"),
-    "small shared pages": ("huge pages", "warning", {"shared_huge_pages": "never"}, "echo within_size"),
+    "small shared pages": ("huge pages", "warning", {"shared_huge_pages": "never"}, "echo advise"),
     "far node": ("NUMA", "warning", {"num_nodes": 2, "gpu_nodes": (1,)}, "--membind=1"),
     "many nodes": ("NUMA", "warning", {"num_nodes": 2, "gpu_nodes": (0, 1)}, "one server per node"),
     "over the machine": ("host memory", "problem", {"host_memory_error": "too large"}, "a smaller"),

@@ -16,9 +16,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from benchmarks.quality.model import capture_attention
+from benchmarks.quality.model import CapturedAttention, capture_attention
 from krul_backend.attention.rows import attention_rows
-from krul_sglang.learning.reader import CapturedAttention, observed_attention
+from krul_sglang.learning.reader import observed_attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

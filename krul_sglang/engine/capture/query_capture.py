@@ -275,7 +275,10 @@ class QueryCapture:
         if chosen:
             tokens, targets, num_visible = zip(*chosen, strict=True)
             self._num_kept = len(chosen)
-            self._kept[:, : self._num_kept].copy_(self._device.from_list([tokens, targets]))
+            # All of it: what comes in one piece is one copy.
+            host = self._device.host_empty(self._kept.shape, torch.int64).zero_()
+            host[:, : self._num_kept] = torch.tensor([tokens, targets])
+            self._device.upload(host, self._kept)
             self._num_visible[list(targets)] = num_visible
 
     def _rows_of(self, place: int) -> slice:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
 import struct
@@ -29,6 +28,7 @@ from krul_backend.daemon.protocol.runtime_dir import (
     peer_of,
 )
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError
+from krul_backend.memory import map_shared
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, LayerStatus, SegmentSlice, Span
 
@@ -294,4 +294,4 @@ def _map_arena(descriptor: int, capacity_bytes: int) -> ArenaBytes:
         raise ProtocolError(
             f"the daemon announced an arena of {capacity_bytes} bytes and sent one of {num_bytes}"
         )
-    return np.frombuffer(mmap.mmap(descriptor, capacity_bytes), dtype=np.uint8)
+    return np.frombuffer(map_shared(descriptor, capacity_bytes), dtype=np.uint8)

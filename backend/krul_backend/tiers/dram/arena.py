@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import weakref
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.free_extents import FreeExtents
+from krul_backend.memory import map_shared
 
 ALIGNMENT_BYTES = 64
 """Every extent starts at a multiple of this: a cache line, and the widest vector load of a CPU."""
@@ -62,7 +62,7 @@ class Arena:
             raise ValueError(f"an arena needs at least {ALIGNMENT_BYTES} bytes, got {capacity_bytes}")
         self._descriptor = _create_memory_file(capacity_bytes)
         weakref.finalize(self, os.close, self._descriptor)
-        self._buffer = np.frombuffer(mmap.mmap(self._descriptor, capacity_bytes), dtype=np.uint8)
+        self._buffer = np.frombuffer(map_shared(self._descriptor, capacity_bytes), dtype=np.uint8)
         self.space = FreeExtents(capacity_bytes)
         self._live: dict[int, Extent] = {}
 
