@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 48_070),
+    "product": (PRODUCT, 48_060),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_810),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
@@ -27,8 +27,8 @@ LIMITS = {
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         16_320,
     ),
-    "benchmarks": (("benchmarks",), 9_900),
-    "tests": (("tests",), 60_640),
+    "benchmarks": (("benchmarks",), 9_940),
+    "tests": (("tests",), 60_650),
     "tests/support": (("tests/support",), 5_830),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
