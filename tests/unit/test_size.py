@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 45_786),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_098),
+    "product": (PRODUCT, 45_825),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_137),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_000,
@@ -28,7 +28,7 @@ LIMITS = {
         14_970,
     ),
     "benchmarks": (("benchmarks",), 9_620),
-    "tests": (("tests",), 58_682),
+    "tests": (("tests",), 58_764),
     "tests/support": (("tests/support",), 5_670),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
