@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from krul_sglang.adapter.unsupported import FOREIGN_ELEMENTS, FOREIGN_LAYOUT, FOREIGN_POOL, FOREIGN_SCALES
+from krul_sglang.adapter.unsupported import (
+    FOREIGN_ELEMENTS,
+    FOREIGN_LAYOUT,
+    FOREIGN_POOL,
+    FOREIGN_SCALES,
+    UNSEEN_INDEX,
+)
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.draft_kv import DraftKV
 from krul_sglang.engine.common.kv_pool import FP8_FORMATS, DevicePool
@@ -21,7 +27,7 @@ _SCALING_BACKENDS = ("flashinfer", "triton", "fa3")
 
 
 def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] = ()) -> DevicePool:
-    """SGLang's ``MHATokenToKVPool`` or ``MLATokenToKVPool`` as krul reads and writes it.
+    """SGLang's ``MHATokenToKVPool``, ``MLATokenToKVPool`` or ``DSATokenToKVPool`` as krul uses it.
 
     Args:
         pool: SGLang's.
@@ -32,9 +38,9 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
         UnsupportedSetupError: for any other pool class, layout or element type, or for scales that these
             backends are not known to use.
     """
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 
-    is_latent = type(pool) is MLATokenToKVPool
+    is_latent = type(pool) in (MLATokenToKVPool, DSATokenToKVPool)
     if not is_latent and type(pool) is not MHATokenToKVPool:
         raise FOREIGN_POOL.error(type(pool).__name__)
     if not is_latent and pool.kv_cache_layout != "nhd":
@@ -68,6 +74,9 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
     make = partial(DevicePool, num_tokens=pool.size, element_type=pool.dtype, write=write, scales=scales)
     if not is_latent:
         return make(pool.k_buffer, pool.v_buffer)
+    if type(pool) is DSATokenToKVPool:
+        whole = list(zip(pool.kv_buffer, pool.kv_buffer, strict=True))
+        return make(_parts_of_pages(pool), pool.kv_buffer, attended=whole, are_pages=True)
     rank = pool.kv_lora_rank
     latent = [rows[..., :rank] for rows in pool.kv_buffer]
     return make(
@@ -77,15 +86,33 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
     )
 
 
+def _parts_of_pages(pool: Any) -> list[torch.Tensor]:
+    """The index of a ``DSATokenToKVPool``, of each layer ``[num_slots, 1, n]``: the row of a page in as many
+    parts as it has tokens. As elements of the pool, whatever they are.
+
+    Raises UnsupportedSetupError for an index with other rows, or none in some layers.
+    """
+    index, num_tokens = pool.index_k_with_scale_buffer, pool.size + pool.page_size
+    if pool.index_kpool != 1 or any(len(pages) * pool.page_size != num_tokens for pages in index):
+        raise FOREIGN_POOL.error(f"{type(pool).__name__} whose index has not one row of each page and layer")
+    return [pages.view(num_tokens, 1, -1).view(pool.store_dtype) for pages in index]
+
+
 def open_model_pool(runner: Any) -> DevicePool:
-    """The pool of SGLang's model runner ``runner``; raises what ``open_pool`` does."""
+    """The pool of SGLang's model runner ``runner``.
+
+    Raises UnsupportedSetupError as ``open_pool`` does, and for pools that were never seen on a server.
+    """
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    return open_pool(
+    pool = open_pool(
         runner.token_to_kv_pool,
         (module for module in runner.model.modules() if isinstance(module, RadixAttention)),
         (runner.prefill_attention_backend_str, runner.decode_attention_backend_str),
     )
+    if pool.are_pages:
+        raise UNSEEN_INDEX.error(type(runner.token_to_kv_pool).__name__)
+    return pool
 
 
 def open_draft(

@@ -231,7 +231,12 @@ MODEL_RULES = (
 pool is built."""
 
 FOREIGN_POOL = Refusal(
-    "a KV pool that is not MHATokenToKVPool or MLATokenToKVPool", "sparse and scaled KV is unknown to krul"
+    "a KV pool that is not MHATokenToKVPool, MLATokenToKVPool or DSATokenToKVPool",
+    "other sparse and scaled KV is unknown to krul",
+)
+UNSEEN_INDEX = Refusal(
+    "attention that chooses tokens by an index (DSA: DeepSeek-V3.2, GLM-5)",
+    "krul can copy its pool, but was never tried on a server: the kernels need a GPU",
 )
 LATENT_STRATEGY = Refusal(
     "latent KV (MLA) and a strategy that looks at attention",

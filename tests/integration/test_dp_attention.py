@@ -107,7 +107,7 @@ def play(server: ServerProcess, *, has_ranks: bool) -> Played:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
-        "experts": build_tiny_model(root / "experts", num_experts=4),
+        "experts": build_tiny_model(root / "experts", num_kv_heads=4, num_experts=4),
         "latent": build_latent_model(root / "latent", q_lora_rank=96, num_experts=4),
     }
 

@@ -29,12 +29,17 @@ class DevicePool:
     latent part as the value. Here its rotary part is the key, and the latent part the value, so that each is
     stored once; ``is_latent`` says so. All tensor-parallel ranks have the same.
 
+    If attention chooses tokens by an index (DSA), each page of tokens has a row of it besides. Here that row
+    is cut into as many parts as the page has tokens, which are the keys; the latent rows are the values. A
+    part means nothing alone: rows ``are_pages``, and only whole pages are copied, as they are.
+
     Args:
         k_buffer: of each layer ``[num_slots, num_kv_heads, k_head_dim]``, on the pool's device.
         v_buffer: accordingly.
         attended: of each layer the keys and values that attention reads, if these are others.
         num_tokens: that the pool has room for.
         element_type: what an element of the buffers stands for.
+        are_pages: see above.
         write: puts keys and values ``[T, num_kv_heads, head_dim]`` of a layer into slots, rounded as the
             engine's attention rounds them.
         scales: of a layer's keys and values; asked each time, because an update of the weights may change
@@ -51,7 +56,9 @@ class DevicePool:
         write: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None],
         scales: Callable[[int], tuple[float, float]],
         attended: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        are_pages: bool = False,
     ) -> None:
+        self.are_pages = are_pages
         self.num_layers = len(k_buffer)
         self.num_tokens = num_tokens
         self.element_type = element_type
