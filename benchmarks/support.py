@@ -62,10 +62,14 @@ SERVED = (
     Served("Llama (random weights, and the bundled model)", "tests/integration/test_bundled_model.py"),
     Served("Qwen3-MoE (random weights)", "tests/integration/test_restoring.py"),
     Served(
-        "latent KV (MLA): DeepSeek-V2, DeepSeek-V3 (random weights)",
+        "latent KV (MLA): DeepSeek-V2, DeepSeek-V3; MiniCPM3, by whole loads (random weights)",
         "tests/integration/test_latent_serving.py",
     ),
     Served("adapters (--lora-paths), by whole loads", "tests/integration/test_adapters.py"),
+    Served(
+        "images: Qwen2-VL (random weights), by whole loads",
+        "tests/integration/test_images.py",
+    ),
     Served(
         "sliding windows with --disable-hybrid-swa-memory, by whole loads",
         "tests/integration/test_windows.py",
@@ -107,6 +111,7 @@ UNTESTED = (
     Untested(
         "MoE: --ep-size, --moe-a2a-backend, --enable-eplb, --moe-dp-size, --dwdp-size", "the same proof"
     ),
+    Untested("videos and sounds, and other vision models", "SGLang names them in the token ids like images"),
     Untested("adapters that are loaded while the server runs", "each has an id that nothing else has"),
     Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
     Untested(

@@ -24,17 +24,20 @@ REASONS = "krul_reasons"
 MAX_REQUESTS = 2048
 """Requests of which reasons are kept: about 3 MiB."""
 MAX_TOKENS = 1 << 21
-"""Tokens of stored conversations that are remembered: about 16 MiB, with the places in them. A turn takes the
+"""Tokens of stored conversations that are remembered: about 24 MiB, with the places in them. A turn takes the
 place of the one that it goes on from."""
 PLACE_TOKENS = 32
 FIRST_PLACE_TOKENS = 8
 """Prompts that part before this token have nothing in common."""
 AROUND_TOKENS = 8
 """Tokens that are shown on each side of the place where a prompt parts from what was stored."""
+MEDIA_IDS_FROM = 1_000_000
+"""Token ids from here on are no text: SGLang makes them of the contents of an image or sound, and has no
+vocabularies so large."""
 _MAX_ERROR = 200
 """Characters of an error that are kept."""
 
-_Tokens = npt.NDArray[np.int32]
+_Tokens = npt.NDArray[np.int64]
 Origin = Callable[[], tuple[str, _Tokens]]
 """Returns whose a prompt is (its tenant), and its tokens in whole pages."""
 
@@ -237,7 +240,7 @@ class Reasons:
         """A turn of request ``rid`` is going to be stored; returns what says how far. For one thread."""
         # Before its own turn is known.
         self.explain(rid)
-        tokens = np.asarray(tokens, dtype=np.int32)
+        tokens = np.asarray(tokens, dtype=np.int64)
         stored = StoredTokens(tokens, fingerprint, session, gone)
         stored.places.extend(_places(tenant, tokens))
         stored.num_places = len(stored.places)

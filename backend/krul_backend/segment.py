@@ -15,7 +15,7 @@ import orjson
 
 from krul_backend.errors import ManifestError
 
-TokenIds = npt.NDArray[np.int32]
+TokenIds = npt.NDArray[np.int64]
 
 FORMAT_VERSION = 7
 """Version of the manifest, every codec's block layout and the SSD's files; part of models' fingerprints."""

@@ -22,7 +22,7 @@ from krul_sglang.adapter.head_attention import NoHeadsError
 from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.adapter.rank_engine import MeasuredRank, RankSetup
 from krul_sglang.adapter.start_proof import prove_heads
-from krul_sglang.adapter.unsupported import LATENT_STRATEGY, NOT_MOVABLE
+from krul_sglang.adapter.unsupported import LATENT_STRATEGY, MEDIA_STRATEGY, NOT_MOVABLE, takes_media
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.budget import show
 from krul_sglang.engine.capture import CapturePlan, QueryCapture, QueryShape
@@ -46,13 +46,15 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture:
 
     Raises:
         ConfigError: see ``CapturePlan.fit``.
-        UnsupportedSetupError: the model has latent KV.
+        UnsupportedSetupError: the model has latent KV, or takes images or sounds.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     if isinstance(model_runner.token_to_kv_pool, MLATokenToKVPool):
         raise LATENT_STRATEGY.error(f'strategy = "{config.strategy}"')
+    if takes_media(model_runner.model_config):
+        raise MEDIA_STRATEGY.error(f'strategy = "{config.strategy}"')
     modules = sorted(
         (module for module in model_runner.model.modules() if isinstance(module, RadixAttention)),
         key=lambda module: module.layer_id,
@@ -151,6 +153,8 @@ def _proven_heads(
             raise NoHeadsError("they would be computed without adapters")
         if setup.has_dp_attention:
             raise NoHeadsError("with DP attention other ranks would have to compute with this one")
+        if takes_media(runner.model_config):
+            raise NoHeadsError("they would be computed without images and sounds")
         heads = HeadRecompute(runner, setup.pool, setup.capture)
         proof = prove_heads(runner, tree_cache, setup.pool, heads)
     except NoHeadsError as error:

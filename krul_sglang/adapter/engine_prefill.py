@@ -62,7 +62,7 @@ class EnginePrefill:
         part.input_ids = device.from_list(list(req.full_untruncated_fill_ids[first:end]))
         part.prefill_input_ids_cpu = None
         part.input_embeds = part.replace_embeds = part.replace_positions = None
-        part.multimodal_inputs = [None]
+        part.multimodal_inputs = [req.multimodal_inputs]
         part.out_cache_loc = row[first:end].long()
         part.prefix_lens, part.extend_lens, part.extend_num_tokens = [first], [num_tokens], num_tokens
         part.seq_lens = device.from_list([end])

@@ -123,6 +123,8 @@ TARGETS = (
     Target(f"{_RESIDUAL}.start", ("forward_batch",)),
     Target(f"{_RESIDUAL}.to_pp", ("hidden_states", "forward_batch")),
     Target(f"{_RESIDUAL}.clear", ("forward_batch",)),
+    Target(f"{_RESIDUAL}.stream_of", ("forward_batch",)),
+    Target("sglang.srt.layers.layer_boundary.residual.stream.ResidualStream.export", ("self", "hidden")),
     Target(
         "sglang.srt.layers.layer_boundary.stage.StageBoundary.from_pp", ("self", "tensors", "forward_batch")
     ),

@@ -158,14 +158,14 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             start,
             lambda: (
                 tenant_of(key.extra_key, key.cache_salt),
-                np.asarray(key.token_ids[:end], dtype=np.int32),
+                np.asarray(key.token_ids[:end], dtype=np.int64),
             ),
         )
         if start < end:
             prompt = Prompt(
                 len(req.full_untruncated_fill_ids),
                 start,
-                lambda: np.asarray(key.token_ids[start:end], dtype=np.int32),
+                lambda: np.asarray(key.token_ids[start:end], dtype=np.int64),
                 None if self.cache_linker.runs is None else partial(self._find_run, key, start, end),
             )
             self.cache_linker.returning.expect(req.rid, prompt)
@@ -201,7 +201,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         size, runs = self.cache.page_size, self.cache_linker.runs
         assert runs is not None
         first = start + num_found * size
-        tokens = np.asarray(key.token_ids[first:end], dtype=np.int32)
+        tokens = np.asarray(key.token_ids[first:end], dtype=np.int64)
         found = runs.find(tenant_of(key.extra_key, key.cache_salt), tokens)
         if found is None:
             return None
@@ -237,7 +237,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             return
         page_keys = [*cache.tree_core.get_prefix_hash_values(node), *cache.tree_core.get_hash_values(node)]
         num_tokens = len(page_keys) * cache.page_size
-        token_ids = np.asarray(req.full_untruncated_fill_ids[:num_tokens], dtype=np.int32)
+        token_ids = np.asarray(req.full_untruncated_fill_ids[:num_tokens], dtype=np.int64)
         slots = cache.path_device_indices(node)
         assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
         path = self._named(StoredPath(page_keys, token_ids, slots), req.extra_key, req.cache_salt)
@@ -263,7 +263,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             RadixKey(ids, req.extra_key, cache_salt=req.cache_salt), None, page_size=cache.page_size
         )
         row = cache.req_to_token_pool.req_to_token[slot.kv.req_pool_idx, :num_tokens]
-        path = StoredPath(page_keys, np.asarray(ids, dtype=np.int32), row.to(torch.int64, copy=True))
+        path = StoredPath(page_keys, np.asarray(ids, dtype=np.int64), row.to(torch.int64, copy=True))
         path = self._named(path, req.extra_key, req.cache_salt)
         num_in_tree = 0 if slot.lock is None else len(cache.path_device_indices(slot.lock.node))
         turn = self.cache_linker.ended_turn(path, owner)

@@ -65,7 +65,7 @@ def _model(kind: str, reason: str, fact: str) -> Rule:
 
 _OTHER_TIER = "another KV tier cannot run beside krul"
 _FOREIGN_POOL = "krul does not know this KV pool"
-_MEDIA = "images and sounds are not in the token ids by which KV is found and heads are recomputed"
+_OTHER_SERVER = "images and sounds pass from one server to another, and krul does not know by which names"
 _BITWISE = "recomputed KV is not rounded like KV that was prefilled"
 _SCATTERED = "ranks hold different tokens between layers, where heads are cut by token"
 _DRAFTS = "what it keeps of a conversation beside the target's KV is not restored"
@@ -97,8 +97,8 @@ LAUNCH_RULES = (
         lambda is_on, paths, strategy: bool(is_on or paths) and strategy in ATTENTION_STRATEGIES,
         (True, None, "subspace"),
     ),
-    _flag("--encoder-only", _MEDIA),
-    _flag("--language-only", _MEDIA),
+    _flag("--encoder-only", _OTHER_SERVER),
+    _flag("--language-only", _OTHER_SERVER),
     _flag("--dllm-algorithm", "a block's KV is written several times", example="LowConfidence"),
     _flag("--enable-pdmux", "its prefills do not pass the hook that restores prefixes"),
     _flag("--disaggregation-mode", "a turn is split over servers", example="prefill", applies=_is_named),
@@ -215,7 +215,6 @@ LAUNCH_RULES = (
 """About server arguments, as given or resolved, and krul's own options, ``krul.*``."""
 
 MODEL_RULES = (
-    _model("a vision or audio model (--enable-multimodal)", _MEDIA, "is_multimodal"),
     _model("an encoder-decoder model", "cross attention has KV of its own", "is_encoder_decoder"),
     _model("an embedding model", "embedding models have no turns to restore", "is_embedding"),
     _model(
@@ -241,6 +240,10 @@ UNSEEN_INDEX = Refusal(
 LATENT_STRATEGY = Refusal(
     "latent KV (MLA) and a strategy that looks at attention",
     'what its heads attend to is not stored layer by layer: leave strategy = "none"',
+)
+MEDIA_STRATEGY = Refusal(
+    "a vision or audio model and a strategy that looks at attention",
+    'its text is read again without images and sounds: leave strategy = "none"',
 )
 FOREIGN_LAYOUT = Refusal("a KV pool that is not laid out by token", "krul copies whole tokens")
 FOREIGN_ELEMENTS = Refusal("--kv-cache-dtype resolved from the checkpoint", "krul knows no such elements")
@@ -296,12 +299,6 @@ def model_facts(model: Any) -> dict[str, bool]:
 
     hf_config = model.hf_config
     return {
-        "is_multimodal": bool(
-            model.is_multimodal
-            or model.is_audio_model
-            or model.is_image_understandable_model
-            or model.is_audio_understandable_model
-        ),
         "is_encoder_decoder": model.is_encoder_decoder,
         "is_embedding": not model.is_generation,
         "is_hybrid_swa": model.is_hybrid_swa,
@@ -310,6 +307,16 @@ def model_facts(model: Any) -> dict[str, bool]:
         or any(getattr(hf_config, name, None) for name in ("dual_chunk_attention_config", "sparse_config")),
         "has_ngram_embedding": model.use_ngram_embedding,
     }
+
+
+def takes_media(model: Any) -> bool:
+    """Whether a model (SGLang's ``ModelConfig``) takes images or sounds beside text."""
+    return bool(
+        model.is_multimodal
+        or model.is_audio_model
+        or model.is_image_understandable_model
+        or model.is_audio_understandable_model
+    )
 
 
 def check_model(facts: Mapping[str, bool], name: str) -> None:

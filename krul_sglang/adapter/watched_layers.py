@@ -197,7 +197,7 @@ def _errors(
 ) -> torch.Tensor:
     """``[n]``: how far each row's largest part is off, relative to what one layer has added to it.
 
-    What entered the layer is ``before``, ``[n, hidden size]``. It is much larger than what is added, so that a
+    What entered the layer is ``before``, ``[n, hidden size]``. It is much larger than what is added: a
     wrong layer would hardly change the sum; and the sum is rounded, which is no error of the layer.
     """
     if found.keys() != wanted.keys():

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 import httpx
 import msgspec
 
 from krul_sglang.cli.server_client import CannotRunError, open_client, request, states_with_krul
-from krul_sglang.reasons import REASONS, Parting, RequestReasons
+from krul_sglang.reasons import MEDIA_IDS_FROM, REASONS, Parting, RequestReasons
 
 DEVICE, HEAD, COMPUTED = "device", "head", "computed"
 
+_MEDIA = "an image or sound"
 _DROPPED = "their turn was not stored whole: "
 _SENTENCES = {
     "new": "nothing that was stored goes on like this",
@@ -198,17 +200,30 @@ def _said(piece: Piece, reasons: RequestReasons, texts: Texts | None) -> str:
 def _decoded(client: httpx.Client, partings: Sequence[Parting | None]) -> list[Texts | None]:
     """The tokens around each parting as quoted text; as numbers if the server has no tokenizer."""
     runs = [
-        list(tokens)
+        _parts(tokens)
         for parting in partings
         if parting
         for tokens in (parting.common, parting.here, parting.stored)
     ]
+    texts = iter(_texts(client, [part for parts in runs for part in parts if part is not None]))
+    shown = iter([" and ".join(_MEDIA if part is None else next(texts) for part in parts) for parts in runs])
+    return [None if parting is None else Texts(next(shown), next(shown), next(shown)) for parting in partings]
+
+
+def _parts(tokens: Sequence[int]) -> list[list[int] | None]:
+    """The runs of text in a few tokens, and None for each image or sound between them."""
+    parts = [
+        None if is_media else list(run)
+        for is_media, run in groupby(tokens, lambda token: token >= MEDIA_IDS_FROM)
+    ]
+    return parts or [[]]
+
+
+def _texts(client: httpx.Client, runs: list[list[int]]) -> list[str]:
+    if not runs:
+        return []
+    payload = {"tokens": runs, "skip_special_tokens": False}
     try:
-        payload = {"tokens": runs, "skip_special_tokens": False}
-        texts = (
-            [repr(text) for text in request(client, "POST", "/detokenize", payload)["text"]] if runs else []
-        )
+        return [repr(text) for text in request(client, "POST", "/detokenize", payload)["text"]]
     except (CannotRunError, KeyError):
-        texts = [f"the tokens {', '.join(map(str, tokens))}" for tokens in runs]
-    rest = iter(texts)
-    return [None if parting is None else Texts(next(rest), next(rest), next(rest)) for parting in partings]
+        return [f"the tokens {', '.join(map(str, tokens))}" for tokens in runs]

@@ -64,9 +64,9 @@ def page_keys(conversation: str, first: int, end: int) -> tuple[str, ...]:
     return tuple(hashlib.sha256(f"{conversation}/{page}".encode()).hexdigest() for page in range(first, end))
 
 
-def tokens_of(keys: tuple[str, ...]) -> npt.NDArray[np.int32]:
+def tokens_of(keys: tuple[str, ...]) -> npt.NDArray[np.int64]:
     pages = [np.arange(PAGE_SIZE) + int(key[:6], 16) for key in keys]
-    return np.concatenate([np.zeros(0), *pages]).astype(np.int32)
+    return np.concatenate([np.zeros(0), *pages]).astype(np.int64)
 
 
 def _number(text: str) -> int:

@@ -30,7 +30,7 @@ from tests.support.scenario import (
     wait_until_written,
 )
 from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN, faulty_loads
-from tests.support.tiny_model import LATENT_RANK, LATENT_ROTARY, build_latent_model
+from tests.support.tiny_model import LATENT_RANK, LATENT_ROTARY, build_latent_model, build_minicpm3_model
 
 NUM_LAYERS = 4
 ELEMENTS = NUM_LAYERS * (LATENT_RANK + LATENT_ROTARY)
@@ -138,6 +138,7 @@ def test_heads_were_recomputed_where_they_were_planned(restored: Restored) -> No
     restore, has_heads = restored.stats["restore"], restored.mode.options is RANDOM
     assert restore["mode"]["why"] == "as configured"
     assert restore["proof"]["rows_within_one_ulp"] > 0
+    assert (restore["proof"]["routed_rows"] > 0) == (restored.mode.model == "experts")
     assert (restore["forward"]["head_tokens"] > 0) == has_heads
     assert restored.stats["load"]["num_bytes"] > 0
     assert (restore["forward"]["rescued_requests"] > 0) == (restored.mode.fault is not None)
@@ -148,6 +149,20 @@ def test_latent_kv_is_stored_once_and_as_it_is(restored: Restored) -> None:
     offload = restored.stats["offload"]
     assert offload["num_bytes"] == offload["tokens"] * restored.mode.token_bytes
     assert restored.stats["committed_segments"] == offload["segments"]
+
+
+def test_layers_that_cannot_be_cut_come_back_whole(tmp_path: Path) -> None:
+    model = build_minicpm3_model(tmp_path / "model")
+    with serving(model, {}) as server:
+        played = play_all(server, evict=True)
+        assert_nothing_left_behind(server)
+        stats = settled_stats(server)
+    assert_same(kept(model, ()).all(), played.all())
+    assert len({answer.output_ids for answer in played.turns}) == NUM_TURNS
+    assert all(answer.host_tokens > 300 for answer in (*played.turns[1:], *played.together))
+    assert stats["restore"]["mode"]["planner"] == "full-load"
+    assert "layers of another kind (MiniCPM3DecoderLayer)" in stats["restore"]["mode"]["why"]
+    assert stats["offload"]["num_bytes"] == stats["offload"]["tokens"] * 4 * ELEMENTS
 
 
 def test_without_heads_the_answers_would_be_others(models: dict[str, Path]) -> None:

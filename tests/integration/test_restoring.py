@@ -27,8 +27,8 @@ from tests.support.scenario import (
     settled_stats,
     small_krul_server_args,
 )
-from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN, faulty_loads
-from tests.support.tiny_model import build_tiny_model
+from tests.support.server_plugin import ROUNDED_HEADS, SKIPPED_HEADS, WITH_PLUGIN, faulty_loads
+from tests.support.tiny_model import build_tiny_model, make_experts_alike
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,27 @@ def test_heads_of_a_model_with_experts_are_recomputed(tmp_path: Path) -> None:
     assert_same([first], [again])
     assert again.host_tokens > 500
     assert stats["restore"]["forward"]["head_tokens"] > 0
+    proof = stats["restore"]["proof"]
+    assert 0 < proof["routed_alike"] == proof["routed_rows"]
+
+
+def test_experts_with_nearly_equal_scores_are_no_reason_to_have_no_heads(tmp_path: Path) -> None:
+    """Roundings decide between them, and what follows in other layers is far from the prefill then."""
+    model = build_tiny_model(tmp_path / "model", dtype="bfloat16", num_layers=12, num_experts=16)
+    make_experts_alike(model)
+    args = small_krul_server_args(POOL_TOKENS, {**RANDOM, "cache_dir": str(tmp_path / "cache")})
+    args = tuple("bfloat16" if arg == "float32" else arg for arg in args)
+    prompt = random_prompt("experts", 611)
+    with ForkedServer(model, args=args, env={**STRICT, **ROUNDED_HEADS}) as server:
+        ask(server, prompt, max_new_tokens=1)
+        push_out(server, num_tokens=POOL_TOKENS, seed="experts")
+        again = ask(server, prompt, max_new_tokens=1)
+        restore = settled_stats(server)["restore"]
+    proof = restore["proof"]
+    assert 0.9 * proof["routed_rows"] < proof["routed_alike"] < proof["routed_rows"]
+    assert restore["mode"]["why"] == "as configured"
+    assert again.host_tokens > 500
+    assert restore["forward"]["head_tokens"] > 0
 
 
 def test_answers_differ_from_each_other(kept: Played) -> None:

@@ -138,7 +138,7 @@ class BudgetedServer:
 
     @property
     def path(self) -> StoredPath:
-        return StoredPath(self.keys, np.arange(len(self.slots), dtype=np.int32), self.slots)
+        return StoredPath(self.keys, np.arange(len(self.slots), dtype=np.int64), self.slots)
 
     @property
     def headers(self) -> list[SegmentHeader]:

@@ -56,7 +56,7 @@ class Rig:
         )
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 8, 8, PAGE_SIZE, 0, 1)
         self.page_keys = [f"page-{page}" for page in range(NUM_PAGES)]
-        self.token_ids = np.arange(NUM_TOKENS, dtype=np.int32)
+        self.token_ids = np.arange(NUM_TOKENS, dtype=np.int64)
         encoding, blocks, _ = encode_all(self.codec, Strategy.from_pairs(NUM_LAYERS, pairs), self.layers, 0)
         reservation = self.store.reserve(encoding.layer_num_bytes)
         assert reservation is not None

@@ -73,7 +73,7 @@ def stored(kind: str, start: int, end: int, kept_heads: Heads | None = None) -> 
         pages,
         f"page-{start // PAGE_SIZE - 1}" if start else None,
         start,
-        np.arange(start, end, dtype=np.int32),
+        np.arange(start, end, dtype=np.int64),
         "krul",
         encoding.layer_num_bytes,
         encoding.params,

@@ -20,11 +20,13 @@ _SKIP_HEADS = "TESTS_SKIP_HEADS"
 _SPOIL_HEADS_OF_RANK = "TESTS_SPOIL_HEADS_OF_RANK"
 _SLOW_ANSWERS = "TESTS_SLOW_ANSWERS"
 _FAULT = "TESTS_FAULT"
+_ROUND_HEADS = "TESTS_ROUND_HEADS"
 _LEAVE_OUT_DRAFTS = "TESTS_LEAVE_OUT_DRAFTS"
 _ASK = "krul_backend.daemon.client.request_channel.RequestChannels.ask"
 _MAKE_LOADER = "krul_sglang.engine.restore.loading.LayerWiseLoader.__init__"
 _LEASE_DRAFTS = "krul_sglang.engine.restore.draft_loads.DraftLoads.lease"
 _RECOMPUTE = "krul_sglang.engine.restore.restore_forward.RestoreForward._recompute"
+_ATTEND = "krul_sglang.adapter.head_attention.HeadAttention.forward"
 _RUN_HEADS = "krul_sglang.adapter.head_recompute.HeadRecompute.run"
 _PATHS = (Path(__file__).parent / "plugin_path", Path(__file__).parents[2])
 
@@ -38,6 +40,9 @@ SKIPPED_HEADS = {**WITH_PLUGIN, _SKIP_HEADS: "1"}
 
 LEFT_OUT_DRAFTS = {**WITH_PLUGIN, _LEAVE_OUT_DRAFTS: "1"}
 """Environment of a server that never loads the draft model's KV."""
+
+ROUNDED_HEADS = {**WITH_PLUGIN, _ROUND_HEADS: "1"}
+"""Environment of a server whose heads are rounded differently from its prefills, as by another kernel."""
 
 
 class FaultyLoads:
@@ -94,6 +99,8 @@ def register() -> None:
         HookRegistry.register(_LEASE_DRAFTS, lambda original, *args: {}, HookType.AROUND)
     if os.environ.get(_SPOIL_HEADS_OF_RANK):
         HookRegistry.register(_RUN_HEADS, spoil_heads, HookType.AROUND)
+    if os.environ.get(_ROUND_HEADS):
+        HookRegistry.register(_ATTEND, round_otherwise, HookType.AROUND)
     if os.environ.get(_SLOW_ANSWERS):
         HookRegistry.register(_ASK, answer_late, HookType.AROUND)
     if os.environ.get(_FAULT):
@@ -113,6 +120,14 @@ def spoil_heads(original: Any, recompute: Any, heads: Any, *args: Any) -> None:
         keys, _ = recompute._pool.buffers(recompute._pool.num_layers - 1)
         for head in heads:
             keys.index_fill_(0, head.slots[head.start : head.ends[-1]], 0)
+
+
+def round_otherwise(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook of ``HeadAttention.forward``: moves its output by up to a step of its type."""
+    import torch
+
+    output = original(*args, **kwargs)
+    return output * (1 + torch.finfo(output.dtype).eps * (2 * torch.rand_like(output) - 1))
 
 
 def answer_late(original: Any, channels: Any, request: Any, *args: Any) -> Any:

@@ -50,10 +50,10 @@ def page_keys(conversation: str, first: int, end: int) -> tuple[str, ...]:
     return tuple(f"{conversation}/{page}" for page in range(first, end))
 
 
-def tokens_of(keys: Sequence[str], page_size: int = PAGE_SIZE) -> npt.NDArray[np.int32]:
+def tokens_of(keys: Sequence[str], page_size: int = PAGE_SIZE) -> npt.NDArray[np.int64]:
     """Token ids that are a function of the key, as the engine's are a function of the chained hash."""
     pages = [np.arange(page_size) + zlib.crc32(key.encode()) % 100_000 for key in keys]
-    return np.concatenate([np.zeros(0), *pages]).astype(np.int32)
+    return np.concatenate([np.zeros(0), *pages]).astype(np.int64)
 
 
 def make_manifest(

@@ -74,6 +74,21 @@ def build_tiny_model(
     return path
 
 
+def make_experts_alike(path: Path) -> None:
+    """Give every second expert of a tiny Qwen3-MoE nearly the scores of the one before it."""
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM.from_pretrained(path, dtype="auto")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            scores = layer.mlp.gate.weight
+            noise = 0.02 * torch.randn(scores[::2].shape, generator=generator)
+            scores[1::2] = scores[::2] * (1 + noise).to(scores.dtype)
+    model.save_pretrained(path)
+
+
 def build_eagle_pair(target: Path, draft: Path) -> None:
     """Write a tiny Llama, and an EAGLE draft for it that is right more often than not.
 
@@ -189,6 +204,24 @@ def build_latent_model(
     return path
 
 
+def build_minicpm3_model(path: Path) -> Path:
+    """As ``build_latent_model``: a MiniCPM3, whose layers know no pipeline stages."""
+    import torch
+    from transformers import MiniCPM3Config, MiniCPM3ForCausalLM
+
+    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 4, 8192, 0.08)
+    latent = {
+        "q_lora_rank": 96,
+        "kv_lora_rank": LATENT_RANK,
+        "qk_rope_head_dim": LATENT_ROTARY,
+        "qk_nope_head_dim": 64,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        MiniCPM3ForCausalLM(MiniCPM3Config(**shape, **latent)).save_pretrained(path)
+    return path
+
+
 def build_window_model(path: Path, *, window: int) -> Path:
     """As ``build_tiny_model``: a Gemma-3 whose even layers attend to the last ``window`` tokens."""
     import torch
@@ -225,6 +258,66 @@ def build_hybrid_model(path: Path) -> Path:
     return path
 
 
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+_IMAGE_TEMPLATE = (
+    "<bos>{% for message in messages %}<{{ message.role }}>{% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
+    "<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def build_vision_model(path: Path) -> Path:
+    """As ``build_tiny_model``: a Qwen2-VL with its processor, which makes a token of 8 x 8 pixels."""
+    import torch
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    shape = _shape_with_tokenizer(
+        path, 512, 256, 4, 4, 2, 8192, 0.08, special_tokens=(*SPECIAL_TOKENS, *VISION_TOKENS)
+    )
+    ids = json.loads((path / "tokenizer.json").read_text())["added_tokens"]
+    id_of = {token["content"]: token["id"] for token in ids}
+    patches = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    config = Qwen2VLConfig(
+        text_config={**shape, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]}},
+        vision_config={
+            **patches,
+            "depth": 2,
+            "in_chans": 3,
+            "embed_dim": 64,
+            "hidden_size": shape["hidden_size"],
+            "num_heads": 4,
+            "mlp_ratio": 2,
+            "initializer_range": 0.08,
+        },
+        vision_start_token_id=id_of["<|vision_start|>"],
+        vision_end_token_id=id_of["<|vision_end|>"],
+        image_token_id=id_of["<|image_pad|>"],
+        video_token_id=id_of["<|video_pad|>"],
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2VLForConditionalGeneration(config).save_pretrained(path)
+    names = {"processor_class": "Qwen2VLProcessor", "image_processor_type": "Qwen2VLImageProcessor"}
+    preprocessor = {
+        **names,
+        "patch_size": patches["patch_size"],
+        "temporal_patch_size": patches["temporal_patch_size"],
+        "merge_size": patches["spatial_merge_size"],
+        "min_pixels": 64,
+        "max_pixels": 1 << 16,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.25] * 3,
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    tokenizer = json.loads((path / "tokenizer_config.json").read_text())
+    tokenizer |= {"processor_class": "Qwen2VLProcessor", "chat_template": _IMAGE_TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return path
+
+
 def _shape_with_tokenizer(
     path: Path,
     vocab_size: int,
@@ -234,10 +327,11 @@ def _shape_with_tokenizer(
     num_kv_heads: int,
     max_positions: int,
     init_std: float,
+    special_tokens: tuple[str, ...] = SPECIAL_TOKENS,
 ) -> dict[str, Any]:
     """Write the tokenizer; returns the model's configuration as far as all architectures share it."""
     path.mkdir(parents=True, exist_ok=True)
-    token_ids = _write_tokenizer(path, vocab_size)
+    token_ids = _write_tokenizer(path, vocab_size, special_tokens)
     return {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -285,7 +379,7 @@ def random_llama(
         return LlamaForCausalLM(config).train(False)
 
 
-def _write_tokenizer(path: Path, vocab_size: int) -> dict[str, int]:
+def _write_tokenizer(path: Path, vocab_size: int, special_tokens: tuple[str, ...]) -> dict[str, int]:
     """A byte-level BPE of at most ``vocab_size`` tokens; returns the ids of the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -294,7 +388,7 @@ def _write_tokenizer(path: Path, vocab_size: int) -> dict[str, int]:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

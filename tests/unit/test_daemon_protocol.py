@@ -53,7 +53,7 @@ MANIFEST = SegmentManifest(
     page_keys=("b", "c"),
     parent_key="a",
     start_token=4,
-    token_ids=np.arange(8, dtype=np.int32),
+    token_ids=np.arange(8, dtype=np.int64),
     codec="pair",
     layer_num_bytes=(100, 0),
     codec_params={"strategy": {"partners": [1, None]}, "scale": 0.5},
@@ -286,10 +286,10 @@ def test_models_headers_and_manifests_come_back_as_they_were() -> None:
         sent.manifest.manifest(MODEL, token_ids[:-1])
 
 
-@given(st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=50))
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=50))
 def test_token_ids_come_back_as_they_were(token_ids: list[int]) -> None:
-    frame = encode_token_ids(np.array(token_ids, dtype=np.int32))
-    assert len(frame) == 4 * len(token_ids)
+    frame = encode_token_ids(np.array(token_ids, dtype=np.int64))
+    assert len(frame) == 8 * len(token_ids)
     assert decode_token_ids(frame).tolist() == token_ids
 
 

@@ -30,13 +30,13 @@ CERTAIN = 1e-9
 @cache
 def prose(number: int = 0) -> TokenIds:
     """A history of tokens that hardly repeat."""
-    return np.random.default_rng(number).integers(0, 2000, 700, np.int32)
+    return np.random.default_rng(number).integers(0, 2000, 700, np.int64)
 
 
 @cache
 def loop(number: int = 0) -> TokenIds:
     """A history that repeats ten tokens."""
-    return np.resize(np.random.default_rng(number).integers(0, 2000, 10, np.int32), 700)
+    return np.resize(np.random.default_rng(number).integers(0, 2000, 10, np.int64), 700)
 
 
 KINDS = (prose, loop)
@@ -75,14 +75,14 @@ def test_texts_are_told_apart_by_how_many_of_their_last_tokens_differ() -> None:
     assert (kind_of_text(prose()), kind_of_text(loop())) == ("varied", "repetitive")
     assert kind_of_text(np.concatenate([prose(), loop()])) == "repetitive"
     assert kind_of_text(np.concatenate([loop(), prose()])) == "varied"
-    quarter = np.arange(2048, dtype=np.int32) % 128
+    quarter = np.arange(2048, dtype=np.int64) % 128
     assert kind_of_text(quarter) == "varied"
     assert kind_of_text(quarter % 127) == "repetitive"
 
 
 def test_records_of_equal_form_are_repetitive_also_where_numbers_change() -> None:
     generator = np.random.default_rng(0)
-    records = np.tile(np.arange(20, dtype=np.int32), (40, 1))
+    records = np.tile(np.arange(20, dtype=np.int64), (40, 1))
     records[:, [3, 7, 11]] = generator.integers(100, 130, (40, 3))
     assert kind_of_text(records.ravel()) == "repetitive"
 

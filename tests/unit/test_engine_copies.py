@@ -135,7 +135,7 @@ class Bench:
         num_tokens = num_pages * PAGE_SIZE
         return Turn(
             page_keys=[f"{name}-{page}" for page in range(num_pages)],
-            token_ids=np.arange(num_tokens, dtype=np.int32),
+            token_ids=np.arange(num_tokens, dtype=np.int64),
             slots=torch.arange(first_slot, first_slot + num_tokens),
             model=self.model,
             ready=[],

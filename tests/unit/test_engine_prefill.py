@@ -49,7 +49,11 @@ class Rig:
         monkeypatch.setattr(ForwardBatch, "init_new", self._init_new)
         self.prefill = EnginePrefill(runner, self.capture)
         reqs: list[Any] = [
-            SimpleNamespace(rid=str(i), full_untruncated_fill_ids=list(range(1000 * i, 1000 * i + 35)))
+            SimpleNamespace(
+                rid=str(i),
+                full_untruncated_fill_ids=list(range(1000 * i, 1000 * i + 35)),
+                multimodal_inputs=f"images of {i}",
+            )
             for i in range(3)
         ]
         info: Any = SimpleNamespace(has_watermark_candidates=True, grammars=["a grammar"])
@@ -94,6 +98,7 @@ def test_sglang_is_asked_to_prefill_these_tokens_of_this_request(monkeypatch: py
     rig.prefill.run(rig.batch, 1, 4, 10)
     (part,) = rig.given
     assert [req.rid for req in part.reqs] == ["1"]
+    assert part.multimodal_inputs == ["images of 1"]
     assert part.forward_mode == ForwardMode.EXTEND
     assert part.input_ids.tolist() == list(range(1004, 1010))
     assert part.out_cache_loc.tolist() == REQ_TO_TOKEN[ROWS[1], 4:10].tolist()

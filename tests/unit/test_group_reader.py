@@ -102,7 +102,7 @@ def manifest_of(
         tuple(PAGE_KEYS[first_page : end // PAGE_SIZE]),
         PAGE_KEYS[first_page - 1] if start else None,
         start,
-        np.arange(start, end, dtype=np.int32),
+        np.arange(start, end, dtype=np.int64),
         codec,
         num_bytes,
         params,
@@ -221,7 +221,7 @@ def test_tails_are_read_from_segments_that_were_trimmed_later(kept_heads: Heads,
     # The shortest head of a group is that of its last layer.
     is_record_left_out = any(kept_heads[group[-1]] >= 64 for group in GROUPS)
     assert (store.stats().trimmed_bytes > 0) == is_record_left_out
-    lease = store.lease(MODEL, PAGE_KEYS, np.arange(END, dtype=np.int32))
+    lease = store.lease(MODEL, PAGE_KEYS, np.arange(END, dtype=np.int64))
     assert lease is not None
     readers = read_and_check(lease, kept_heads)
     # Nothing more than what the trim kept is there, and all of it is needed, but for the rest of a range.

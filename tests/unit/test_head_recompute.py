@@ -158,11 +158,18 @@ def proven(
     other_rank: str = "",
     tp_rank: int = 0,
     model: Any = None,
+    takes_images: bool = False,
 ) -> tuple[HeadRecompute | None, Any, RestoreMode]:
     monkeypatch.setattr(attach, "prove_heads", lambda *args: run())
     rig = Rig()
     runner: Any = SimpleNamespace(
         lora_manager=None,
+        model_config=SimpleNamespace(
+            is_multimodal=takes_images,
+            is_audio_model=False,
+            is_image_understandable_model=takes_images,
+            is_audio_understandable_model=False,
+        ),
         model=rig.model if model is None else model,
         token_to_kv_pool=rig.engine_pool,
         dtype=torch.float32,
@@ -225,6 +232,13 @@ def test_a_model_of_another_kind_is_loaded_whole(monkeypatch: pytest.MonkeyPatch
     assert (heads, mode.planner) == (None, "full-load")
     assert "Linear" in mode.why
     assert "no stack of decoder layers" in mode.why
+
+
+def test_a_model_that_takes_images_is_loaded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers are of a known kind, but heads know only token ids."""
+    heads, proof, mode = proven(monkeypatch, object, takes_images=True)
+    assert (heads, proof, mode.planner) == (None, None, "full-load")
+    assert "without images and sounds" in mode.why
 
 
 def test_a_proof_that_failed_on_another_rank_fails_here_too(

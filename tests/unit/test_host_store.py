@@ -123,7 +123,7 @@ def test_a_request_that_branches_off_gets_the_common_pages(store: HostStore) -> 
 
 def test_a_miss_is_none_and_counted(store: HostStore) -> None:
     assert lease_pages(store, "c", 0, 4) is None
-    assert store.lease(MODEL, (), np.zeros(0, np.int32)) is None
+    assert store.lease(MODEL, (), np.zeros(0, np.int64)) is None
     stats = store.stats()
     assert (stats.lookups, stats.hit_pages, stats.missed_pages, stats.num_leases) == (2, 0, 4, 0)
 
@@ -145,7 +145,7 @@ def test_a_wrong_token_ends_the_prefix_before_its_page(store: HostStore, token: 
 
 def test_token_ids_of_the_wrong_length_are_an_error(store: HostStore) -> None:
     with pytest.raises(ValueError, match="2 pages of 4 tokens"):
-        store.lease(MODEL, page_keys("c", 0, 2), np.zeros(7, np.int32))
+        store.lease(MODEL, page_keys("c", 0, 2), np.zeros(7, np.int64))
 
 
 def test_changing_the_callers_token_ids_later_changes_nothing(store: HostStore) -> None:

@@ -61,7 +61,7 @@ class Queue:
 
     def stored(self, token_ids: Sequence[int]) -> None:
         """A turn of pages of 4 tokens has been stored."""
-        turn = Turn([], np.asarray(token_ids, dtype=np.int32), torch.arange(len(token_ids)), [], model=MODEL)
+        turn = Turn([], np.asarray(token_ids, dtype=np.int64), torch.arange(len(token_ids)), [], model=MODEL)
         self.wrapper.pending_offloads = [_PendingTurn(SimpleNamespace(turn=turn), None, len(token_ids))]
         self.wrapper.commit_completed_offloads([True])
 
@@ -140,7 +140,7 @@ def test_many_that_go_on_from_a_stored_turn_are_looked_up_in_several_rounds() ->
 
 
 def test_a_page_of_one_token_does_not_say_that_a_prompt_goes_on() -> None:
-    end = _PathEnd.of(np.arange(100, dtype=np.int32), page_size=1)
+    end = _PathEnd.of(np.arange(100, dtype=np.int64), page_size=1)
     assert end.is_passed_by(list(range(120)))
     assert not end.is_passed_by([*range(90), 0, *range(91, 120)])
 

@@ -516,7 +516,7 @@ def meet_unlike_turns(file: BasesFile, num_tokens: int = 5000) -> None:
     if served.recent is not None:
         num_pages = num_tokens // 4
         keys = [f"page {page}" for page in range(num_pages)]
-        served.recent.add(keys, np.arange(num_pages * 4, dtype=np.int32), range(num_pages))
+        served.recent.add(keys, np.arange(num_pages * 4, dtype=np.int64), range(num_pages))
 
 
 def test_unlike_turns_are_learned_from(model: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from tests.support.engine_builders import TensorPool
 
 
 def text(seed: int, num_tokens: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 50_000, num_tokens).astype(np.int32)
+    return np.random.default_rng(seed).integers(0, 50_000, num_tokens).astype(np.int64)
 
 
 def keys(name: str, num_pages: int) -> list[str]:

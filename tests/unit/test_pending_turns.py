@@ -118,7 +118,7 @@ class BusyTree:
     def end_session_turn(self, name: str, num_pages: int, num_in_tree: int, record: Any) -> None:
         """The turn of a session, of which ``num_in_tree`` pages lie in the tree."""
         self.here[name] = num_in_tree
-        token_ids = np.full(num_pages * PAGE, ord(name), dtype=np.int32)
+        token_ids = np.full(num_pages * PAGE, ord(name), dtype=np.int64)
         turn = Turn([f"{name}-0"], token_ids, torch.arange(len(token_ids)), [], model=MODEL)
         self.linker._submit(
             turn, SimpleNamespace(extra_key=None, cache_salt=None), num_in_tree * PAGE, record

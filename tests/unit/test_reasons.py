@@ -21,9 +21,9 @@ from tests.support.tiered_builders import MODEL, AskedAtOnce, Rig, put_in_dram
 
 PAGE = 16
 RNG = np.random.default_rng(3)
-TEXT = RNG.integers(0, 1000, 400).astype(np.int32)
+TEXT = RNG.integers(0, 1000, 400).astype(np.int64)
 """A conversation of 25 pages."""
-OTHER = RNG.integers(1000, 2000, 400).astype(np.int32)
+OTHER = RNG.integers(1000, 2000, 400).astype(np.int64)
 """None of its tokens is one of ``TEXT``."""
 
 
@@ -106,7 +106,7 @@ def test_a_prompt_that_parts_from_a_stored_one_says_where(server: Server, token:
 def test_the_conversation_with_most_in_common_counts(server: Server) -> None:
     server.store(TEXT)
     for end in (40, 90):
-        server.store(joined(TEXT[:end], RNG.integers(2000, 3000, 200).astype(np.int32)))
+        server.store(joined(TEXT[:end], RNG.integers(2000, 3000, 200).astype(np.int64)))
     told = server.ask(joined(TEXT[:300], OTHER[:50]), found=288)
     assert told.parting is not None
     assert told.parting.token == 300
@@ -260,7 +260,7 @@ def test_the_lookups_of_waiting_requests_are_explained(server: Server) -> None:
     reasons = Reasons(MODEL.page_size, lambda: "", lambda: True)
     waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), reasons=reasons)
     num_tokens = len(keys) * MODEL.page_size + 1
-    reasons.look_up("r", num_tokens, 0, lambda: ("", np.asarray(tokens_of(keys), np.int32)))
+    reasons.look_up("r", num_tokens, 0, lambda: ("", np.asarray(tokens_of(keys), np.int64)))
     waiting.expect("r", Prompt(num_tokens, 0, lambda: tokens_of(keys)))
     assert waiting.look_up("r", keys) == 2
     (told,) = msgspec.json.decode(reasons.as_text(), type=list[RequestReasons])
@@ -278,7 +278,7 @@ def test_turns_of_one_conversation_are_remembered_once(
         server.store(TEXT[:end])
     assert computed(server.ask(OTHER[:390]))[0] == (0, 384, "evicted")
     # A third one does not fit beside these; the oldest one is forgotten.
-    server.store(RNG.integers(2000, 3000, 400).astype(np.int32))
+    server.store(RNG.integers(2000, 3000, 400).astype(np.int64))
     assert computed(server.ask(OTHER[:391])) == [(0, 391, "new")]
     assert computed(server.ask(TEXT[:392]))[0] == (0, 384, "evicted")
 
@@ -288,7 +288,7 @@ def test_memory_is_bounded(server: Server) -> None:
     tracemalloc.start()
     try:
         for number in range(2 * module.MAX_TOKENS // 8192):
-            server.store(np.random.default_rng(number).integers(0, 1000, 8192).astype(np.int32))
+            server.store(np.random.default_rng(number).integers(0, 1000, 8192).astype(np.int64))
         stored_bytes, _ = tracemalloc.get_traced_memory()
         for number in range(3 * module.MAX_REQUESTS):
             rid = f"{number:032x}"

@@ -13,7 +13,7 @@ PIECE_PAGES = PIECE_TOKENS // PAGE_SIZE
 def add(recent: RecentText, name: str, first_page: int, end_page: int, num_shared: int = 0) -> list[int]:
     """A turn adds these pages to a conversation, whose first pages are those of all conversations."""
     keys = [f"{'all' if page < num_shared else name} {page}" for page in range(end_page)]
-    token_ids = np.arange(end_page * PAGE_SIZE, dtype=np.int32)
+    token_ids = np.arange(end_page * PAGE_SIZE, dtype=np.int64)
     recent.add(keys, token_ids, range(first_page, end_page))
     tokens: list[int] = token_ids.tolist()
     return tokens

@@ -42,10 +42,10 @@ def test_sizes_of_a_manifest() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"page_keys": (), "token_ids": np.zeros(0, np.int32)}, "at least one page"),
+        ({"page_keys": (), "token_ids": np.zeros(0, np.int64)}, "at least one page"),
         ({"page_keys": ("a", "a", "b")}, "same page twice"),
         ({"page_keys": ("a", "b")}, "2 pages of 4 tokens need 8 token ids, got 12"),
-        ({"token_ids": np.zeros(11, np.int32)}, "need 12 token ids, got 11"),
+        ({"token_ids": np.zeros(11, np.int64)}, "need 12 token ids, got 11"),
         ({"start_token": -4}, "not a multiple"),
         ({"start_token": 6}, "not a multiple of page size 4"),
         ({"start_token": 0}, "parent_key"),

@@ -181,7 +181,7 @@ def test_tails_are_read_from_segments_that_were_trimmed_later(kind: str, range_b
         store.trim(segment.segment_id, kept_from, decoder.kept_num_bytes(kept_from))
     assert store.stats().trimmed_bytes > 0
     first_page = DEVICE_TOKENS // PAGE_SIZE
-    lease = store.lease(MODEL, keys[first_page:], np.arange(DEVICE_TOKENS, END, dtype=np.int32))
+    lease = store.lease(MODEL, keys[first_page:], np.arange(DEVICE_TOKENS, END, dtype=np.int64))
     assert lease is not None
     pool = TensorPool(SHAPE, NUM_LAYERS, num_slots=80)
     before = pool.copy()

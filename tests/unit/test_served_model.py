@@ -145,13 +145,13 @@ class Rank:
         self.linker = KrulLinker(None, params, components=(), extra_config=None)
 
     def store_turn(self, name: str) -> None:
-        tokens, slots = np.arange(NUM_TOKENS, dtype=np.int32), torch.arange(NUM_TOKENS)
+        tokens, slots = np.arange(NUM_TOKENS, dtype=np.int64), torch.arange(NUM_TOKENS)
         path = StoredPath(keys_of(name), tokens, slots)
         self.linker.offloader.submit(self.linker.ended_turn(path, TurnOwner("r", 0)))
         assert self.linker.pop_completed_offload()
 
     def lookup(self, name: str, rid: str = "r") -> int:
-        prompt = Prompt(NUM_TOKENS + 1, 0, lambda: np.arange(NUM_TOKENS, dtype=np.int32))
+        prompt = Prompt(NUM_TOKENS + 1, 0, lambda: np.arange(NUM_TOKENS, dtype=np.int64))
         self.linker.returning.expect(rid, prompt)
         transfer: Any = SimpleNamespace(keys=keys_of(name))
         return max(self.linker.lookup(rid, [transfer]), default=0)
@@ -300,7 +300,7 @@ def test_updates_before_the_pool_was_emptied_share_one_name(make_rank: Any) -> N
 
 def test_turns_stay_native_when_the_bases_are_of_other_weights(make_rank: Any) -> None:
     rank = make_rank(strategy="subspace")
-    token_ids, slots = np.arange(NUM_TOKENS, dtype=np.int32), torch.arange(NUM_TOKENS)
+    token_ids, slots = np.arange(NUM_TOKENS, dtype=np.int64), torch.arange(NUM_TOKENS)
     turn = Turn(keys_of("a"), token_ids, slots, (), Recorded(), model=rank.model.identity)
     decision = rank.linker._decision
     assert decision.decide(turn, [range(NUM_PAGES)]).stored_as == LayerGroups((2, 3))

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 48_100),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_850),
+    "product": (PRODUCT, 48_130),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_860),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_040,
@@ -28,8 +28,8 @@ LIMITS = {
         16_320,
     ),
     "benchmarks": (("benchmarks",), 9_940),
-    "tests": (("tests",), 60_730),
-    "tests/support": (("tests/support",), 5_830),
+    "tests": (("tests",), 61_110),
+    "tests/support": (("tests/support",), 5_940),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 

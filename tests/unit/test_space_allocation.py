@@ -88,7 +88,7 @@ class AllocatingBench:
         num_tokens = num_pages * PAGE_SIZE
         return Turn(
             page_keys=[f"{of_page}-{page}" for page, of_page in enumerate(names)],
-            token_ids=np.arange(num_tokens, dtype=np.int32),
+            token_ids=np.arange(num_tokens, dtype=np.int64),
             slots=torch.arange(num_tokens),
             model=self.model,
             ready=[],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,8 +41,15 @@ def assert_same(left: SegmentManifest, right: SegmentManifest) -> None:
             assert getattr(left, field.name) == getattr(right, field.name), field.name
 
 
+def with_media(manifest: SegmentManifest, token_id: int, **changes: Any) -> SegmentManifest:
+    """The manifest with these changes, and ``token_id`` in the place of its last token."""
+    token_ids = manifest.token_ids.copy()
+    token_ids[-1] = token_id
+    return dataclasses.replace(manifest, token_ids=token_ids, **changes)
+
+
 manifests = st.builds(
-    lambda conversation, first, pages, sizes, ranges, tenant, recompute_s, params: dataclasses.replace(
+    lambda conversation, first, pages, sizes, ranges, tenant, recompute_s, params, media: with_media(
         make_manifest(
             conversation,
             first,
@@ -49,6 +57,7 @@ manifests = st.builds(
             tuple(sizes),
             range_bytes=0 if ranges is None else max(sizes) // ranges + 1,
         ),
+        media,
         tenant=tenant,
         recompute_s=recompute_s,
         codec_params=params,
@@ -63,6 +72,8 @@ manifests = st.builds(
     params=st.dictionaries(
         st.text("abc"), st.integers(0, 9) | st.lists(st.booleans(), max_size=3), max_size=3
     ),
+    # Those of images and sounds are made of hashes.
+    media=st.integers(0, (1 << 63) - 1),
 )
 
 

@@ -79,7 +79,7 @@ def choose(*attentions: tuple[int, CapturedTurn | None]) -> list[AttentionStatis
     for num_tokens, attention in attentions:
         keys = [f"page {page}" for page in range(num_tokens // 8)]
         slots = 31 - torch.arange(num_tokens)
-        turn = Turn(keys, np.zeros(num_tokens, dtype=np.int32), slots, (), attention, model=MODEL)
+        turn = Turn(keys, np.zeros(num_tokens, dtype=np.int64), slots, (), attention, model=MODEL)
         encoding = decision.decide(turn, [range(1), range(2, 3)])
         assert isinstance(encoding, LayerEncoding)
         assert (encoding.stored_as, encoding.damages) == (SHARED, (None, None))

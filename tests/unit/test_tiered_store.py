@@ -765,7 +765,7 @@ def test_close_ends_reads_and_leases_and_writes_what_waits(rig: Rig) -> None:
     for call in (
         lambda: lease_pages(rig.store, "c", 0, 3),
         lambda: rig.store.reserve((1,)),
-        lambda: rig.store.prefetch_pages(MODEL, (), np.zeros(0, np.int32)),
+        lambda: rig.store.prefetch_pages(MODEL, (), np.zeros(0, np.int64)),
         rig.store.stats,
         rig.store.clear,
     ):

@@ -33,7 +33,7 @@ from tests.support.planning_builders import (
 from tests.support.segment_builders import BOUNDS, END, MODEL, NUM_LAYERS, PAGE_SIZE, store_in, stored
 
 KEYS = tuple(f"page-{page}" for page in range(END // PAGE_SIZE))
-TOKENS = np.arange(END, dtype=np.int32)
+TOKENS = np.arange(END, dtype=np.int64)
 FIRST, SECOND, THIRD = (range(start // PAGE_SIZE, end // PAGE_SIZE) for start, end in pairwise(BOUNDS))
 
 OLDER = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.support import PAGE, SERVED, UNTESTED, page
+from krul_sglang.adapter.attach import attach_turn_capture
 from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.adapter.plugin import check_launch
 from krul_sglang.adapter.unsupported import (
@@ -23,6 +25,7 @@ from krul_sglang.adapter.unsupported import (
     flags_of,
     model_facts,
     options_of,
+    takes_media,
 )
 from krul_sglang.config import KrulConfig
 
@@ -161,7 +164,6 @@ SMALL = {
 }
 WHISPER = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "max_length": 448}
 REFUSED_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "is_multimodal": ("Qwen2VLForConditionalGeneration", "qwen2_vl", {"vision_config": {"depth": 2}}),
     "is_encoder_decoder": ("WhisperForConditionalGeneration", "whisper", WHISPER),
     "is_embedding": ("LlamaEmbeddingModel", "llama", {}),
     "has_partial_attention": ("MiniCPMForCausalLM", "llama", {"sparse_config": {"block_size": 64}}),
@@ -172,6 +174,22 @@ def test_a_language_model_is_accepted(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, "LlamaForCausalLM", "llama")
     assert set(facts) == {name for rule in MODEL_RULES for name in rule.fields}
     check_model(facts, "llama")
+
+
+VISION = ("Qwen2VLForConditionalGeneration", "qwen2_vl")
+VISION_CONFIG = {"vision_config": {"depth": 2}}
+
+
+def test_a_vision_model_is_accepted_unless_a_strategy_looks_at_attention(tmp_path: Path) -> None:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    check_model(facts_of(tmp_path, "LlamaForCausalLM", "llama"), "llama")
+    assert not takes_media(ModelConfig(str(tmp_path)))
+    check_model(facts_of(tmp_path, *VISION, **VISION_CONFIG), "qwen")
+    runner: Any = SimpleNamespace(token_to_kv_pool=None, model_config=ModelConfig(str(tmp_path)))
+    assert takes_media(runner.model_config)
+    with pytest.raises(UnsupportedSetupError, match=r'vision.*strategy = "krul"'):
+        attach_turn_capture(runner, KrulConfig(strategy="krul"))
 
 
 @pytest.mark.parametrize("fact", REFUSED_MODELS)

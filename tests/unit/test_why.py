@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE, _compute_pad_values
 from typer.testing import CliRunner, Result
 
 from krul_sglang.adapter.minute_log import MINUTE_S, MinuteLog
@@ -18,7 +19,7 @@ from krul_sglang.cli import app as cli
 from krul_sglang.cli import server_client
 from krul_sglang.engine.restore import LoadCounters
 from krul_sglang.engine.save import OffloadCounters
-from krul_sglang.reasons import Parting, RequestReasons, Run
+from krul_sglang.reasons import MEDIA_IDS_FROM, Parting, RequestReasons, Run
 from tests.support.store_builders import Clock
 
 RESTORED = RequestReasons(
@@ -84,6 +85,23 @@ def test_one_request_is_told_in_sentences(server: FakeServer) -> None:
 def test_a_server_without_a_tokenizer_shows_token_ids(server: FakeServer) -> None:
     server.has_tokenizer = False
     assert "After the tokens 1, 2 it has the tokens 3, where the tokens 4, 5 was stored." in run("b2").output
+
+
+def test_images_are_named_and_not_decoded(server: FakeServer) -> None:
+    """The server's tokenizer would refuse ids of no token, and with them all others."""
+    image, other = (_compute_pad_values(bytes([number] * 8)) for number in (1, 2))
+    assert min(*image, *other) >= MEDIA_IDS_FROM == MM_PAD_SHIFT_VALUE
+    parting = Parting(50, (1, *image, 2), (*image[:2],), (4, *other))
+    server.know([msgspec.structs.replace(PARTED, parting=parting)])
+    assert (
+        "After '<s>' and an image or sound and ' and' it has an image or sound, where ' so' and an image or "
+        "sound was stored."
+    ) in run("b2").output
+
+
+def test_a_prompt_that_ends_where_it_parts_is_told(server: FakeServer) -> None:
+    server.know([msgspec.structs.replace(PARTED, parting=Parting(50, (1, 2), (), (4, 5)))])
+    assert "it has '', where ' so\\n' was stored." in run("b2").output
 
 
 def test_the_last_requests_are_a_table(server: FakeServer) -> None:

@@ -281,4 +281,4 @@ def _token_ids_of(path: Sequence[_Piece]) -> TokenIds:
     sizes = (piece.num_pages * piece.manifest.model.page_size for piece in path)
     return np.concatenate(
         [piece.manifest.token_ids[:size] for piece, size in zip(path, sizes, strict=True)]
-    ).astype(np.int32, copy=False)
+    ).astype(np.int64, copy=False)

@@ -45,7 +45,7 @@ class SharedBases:
     def __init__(self, store: KVStore, model: ModelIdentity) -> None:
         self._store = store
         self._model = model
-        self._token_ids = np.zeros(model.page_size, dtype=np.int32)
+        self._token_ids = np.zeros(model.page_size, dtype=np.int64)
 
     def get(self, digest: str | None = None) -> bytes | None:
         """The bytes of the file of bases with this digest, or of the newest; None if the store has none.

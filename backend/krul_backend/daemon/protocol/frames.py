@@ -1,6 +1,6 @@
 """Messages as frames of bytes.
 
-On ``control.sock`` a request is one frame of JSON, followed by a frame of token ids (int32, little endian) if
+On ``control.sock`` a request is one frame of JSON, followed by a frame of token ids (int64, little endian) if
 the request's type says so; a reply is one frame of JSON. The field ``op`` of a request says what it asks
 for; that of a reply is ``reply`` or ``error``.
 """
@@ -33,7 +33,7 @@ from krul_backend.segment import TokenIds
 
 REQUESTS = (*SESSION_REQUESTS, *ADMIN_REQUESTS)
 
-_MAX_TOKENS = MAX_FRAME_BYTES // 4
+_MAX_TOKENS = MAX_FRAME_BYTES // 8
 
 
 class _ReplyId(Struct, frozen=True):
@@ -116,14 +116,14 @@ def decode_envelope(frame: bytes) -> tuple[int, int] | None:
 
 
 def encode_token_ids(token_ids: TokenIds) -> bytes:
-    return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    return np.ascontiguousarray(token_ids, dtype="<i8").tobytes()
 
 
 def decode_token_ids(frame: bytes) -> TokenIds:
-    """int32 ``[n]``, a read-only view of the frame. Raises ProtocolError if a token id is cut off."""
-    if len(frame) % 4 or len(frame) > 4 * _MAX_TOKENS:
-        raise ProtocolError(f"expected at most {_MAX_TOKENS} token ids of 4 bytes, got {len(frame)} bytes")
-    return np.frombuffer(frame, dtype="<i4")
+    """int64 ``[n]``, a read-only view of the frame. Raises ProtocolError if a token id is cut off."""
+    if len(frame) % 8 or len(frame) > 8 * _MAX_TOKENS:
+        raise ProtocolError(f"expected at most {_MAX_TOKENS} token ids of 8 bytes, got {len(frame)} bytes")
+    return np.frombuffer(frame, dtype="<i8")
 
 
 @functools.cache

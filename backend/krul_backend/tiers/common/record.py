@@ -15,7 +15,7 @@ All numbers are little endian. A record starts at a multiple of 4096 bytes and t
     56      4     K, bytes of page keys
     60      4     FORMAT_VERSION of the manifest
     64      8 L   size of each layer's block in bytes
-    ..      4 T   token ids (int32)
+    ..      8 T   token ids (int64)
     ..      2 P   bytes of each page key
     ..      K     page keys, UTF-8, one after the other
     ..      J     the manifest's other fields as JSON
@@ -116,7 +116,7 @@ def encode_metadata(manifest: SegmentManifest, checksums: Checksums) -> bytes:
     return b"".join(
         [
             np.array(manifest.layer_num_bytes, "<u8").tobytes(),
-            manifest.token_ids.astype("<i4").tobytes(),
+            manifest.token_ids.astype("<i8").tobytes(),
             np.array([len(key) for key in keys], "<u2").tobytes(),
             *keys,
             json,
@@ -141,7 +141,7 @@ def encode_segment(manifest: SegmentManifest, metadata: bytes, place: int = 0) -
         manifest.num_tokens,
     )
     num_json_bytes = len(metadata) - sum(_checksum_sizes(manifest))
-    num_json_bytes -= 8 * num_layers + 4 * num_tokens + 2 * num_pages + num_keys_bytes
+    num_json_bytes -= 8 * num_layers + 8 * num_tokens + 2 * num_pages + num_keys_bytes
     counts = (num_layers, num_pages, num_tokens, num_json_bytes, num_keys_bytes)
     fields = (header_num_bytes, record_num_bytes, 0, *counts, FORMAT_VERSION)
     unsealed = _FIXED.pack(MAGIC, 0, *fields) + metadata
@@ -225,7 +225,7 @@ def _decode_metadata(metadata: memoryview, counts: list[int]) -> tuple[SegmentMa
     num_layers, num_pages, num_tokens, num_json_bytes, num_keys_bytes = counts
     parts: list[memoryview] = []
     at = 0
-    for num_bytes in (8 * num_layers, 4 * num_tokens, 2 * num_pages, num_keys_bytes, num_json_bytes):
+    for num_bytes in (8 * num_layers, 8 * num_tokens, 2 * num_pages, num_keys_bytes, num_json_bytes):
         parts.append(metadata[at : at + num_bytes])
         at += num_bytes
     sizes, token_ids, key_sizes, keys, json = parts
@@ -233,7 +233,7 @@ def _decode_metadata(metadata: memoryview, counts: list[int]) -> tuple[SegmentMa
     if ends[-1] != num_keys_bytes:
         raise ValueError(f"page keys of {ends[-1]} bytes in {num_keys_bytes}")
     scalars: dict[str, Any] = orjson.loads(json)
-    tokens = np.frombuffer(token_ids, "<i4").astype(np.int32)
+    tokens = np.frombuffer(token_ids, "<i8").astype(np.int64)
     tokens.flags.writeable = False
     manifest = SegmentManifest(
         model=ModelIdentity(**scalars.pop("model")),

@@ -300,7 +300,7 @@ def _checked_manifest(reservation: Reservation, manifest: SegmentManifest) -> Se
         check_codec_params_num_bytes(len(orjson.dumps(manifest.codec_params)))
     except orjson.JSONEncodeError as error:
         raise ManifestError(f"codec parameters that JSON has no words for: {error}") from error
-    token_ids = np.array(manifest.token_ids, dtype=np.int32)
+    token_ids = np.array(manifest.token_ids, dtype=np.int64)
     token_ids.flags.writeable = False
     return dataclasses.replace(
         manifest,

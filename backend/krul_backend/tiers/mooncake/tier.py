@@ -126,7 +126,7 @@ class MooncakeTier(LowerTier):
         runs, is_all = self._lookup.known_runs(model, keys, token_ids)
         if not is_all and not self._calls.is_late:
             # The call may outlive this method, and the caller's array with it.
-            tokens = np.array(token_ids, dtype=np.int32)
+            tokens = np.array(token_ids, dtype=np.int64)
             self._calls.run(lambda: self._ask(model, keys, tokens), self._options.lookup_timeout_s)
             runs, _ = self._lookup.known_runs(model, keys, token_ids)
         if runs and next_token is not None:
