@@ -9,7 +9,7 @@ TEST_PROCESSES ?= 3
 IN_PARALLEL := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-long peer-tests gpu-check check-sglang mooncake chromium lint format clean
+.PHONY: demo test test-long peer-tests gpu-check check-sglang mooncake chromium docs lint format clean
 
 demo: $(STAMP)
 	$(BIN)/krul-sglang demo $(ARGS)
@@ -34,6 +34,12 @@ gpu-check: $(STAMP)
 # What another release of SGLang would break: make check-sglang VERSION=0.5.24
 check-sglang: $(STAMP)
 	VENV="$(VENV)" scripts/check_sglang.sh "$(VERSION)"
+
+# The site of docs/ into build/site; with VERSION=0.1 that version of it, and `latest`, into the branch gh-pages.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict $(ARGS)
+	$(if $(VERSION),PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases $(VERSION) latest)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
