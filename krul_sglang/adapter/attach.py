@@ -22,7 +22,8 @@ from krul_sglang.adapter.head_attention import NoHeadsError
 from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.adapter.rank_engine import MeasuredRank, RankSetup
 from krul_sglang.adapter.start_proof import prove_heads
-from krul_sglang.adapter.unsupported import LATENT_STRATEGY, NOT_MOVABLE
+from krul_sglang.adapter.state_pool import has_states
+from krul_sglang.adapter.unsupported import LATENT_STRATEGY, NOT_MOVABLE, STATE_STRATEGY
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.budget import show
 from krul_sglang.engine.capture import CapturePlan, QueryCapture, QueryShape
@@ -46,13 +47,15 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture:
 
     Raises:
         ConfigError: see ``CapturePlan.fit``.
-        UnsupportedSetupError: the model has latent KV.
+        UnsupportedSetupError: the model has latent KV, or recurrent layers.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     if isinstance(model_runner.token_to_kv_pool, MLATokenToKVPool):
         raise LATENT_STRATEGY.error(f'strategy = "{config.strategy}"')
+    if has_states(model_runner):
+        raise STATE_STRATEGY.error(f'strategy = "{config.strategy}"')
     modules = sorted(
         (module for module in model_runner.model.modules() if isinstance(module, RadixAttention)),
         key=lambda module: module.layer_id,
@@ -147,6 +150,8 @@ def _proven_heads(
     heads = proof = None
     why = ""
     try:
+        if setup.states is not None:
+            raise NoHeadsError("it has recurrent layers, whose states are not in the KV of tokens")
         if runner.lora_manager is not None:
             raise NoHeadsError("they would be computed without adapters")
         heads = HeadRecompute(runner, setup.pool, setup.capture)

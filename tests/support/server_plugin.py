@@ -21,9 +21,13 @@ _SPOIL_HEADS_OF_RANK = "TESTS_SPOIL_HEADS_OF_RANK"
 _SLOW_ANSWERS = "TESTS_SLOW_ANSWERS"
 _FAULT = "TESTS_FAULT"
 _LEAVE_OUT_DRAFTS = "TESTS_LEAVE_OUT_DRAFTS"
+_LEAVE_OUT_STATES = "TESTS_LEAVE_OUT_STATES"
+_SPOIL_STATES = "TESTS_SPOIL_STATES"
 _ASK = "krul_backend.daemon.client.request_channel.RequestChannels.ask"
 _MAKE_LOADER = "krul_sglang.engine.restore.loading.LayerWiseLoader.__init__"
 _LEASE_DRAFTS = "krul_sglang.engine.restore.draft_loads.DraftLoads.lease"
+_LOAD_STATES = "krul_sglang.engine.restore.loading.LayerWiseLoader._load_states"
+_COMMIT = "krul_backend.daemon.client.daemon_store.DaemonStore.commit"
 _RECOMPUTE = "krul_sglang.engine.restore.restore_forward.RestoreForward._recompute"
 _RUN_HEADS = "krul_sglang.adapter.head_recompute.HeadRecompute.run"
 _PATHS = (Path(__file__).parent / "plugin_path", Path(__file__).parents[2])
@@ -38,6 +42,13 @@ SKIPPED_HEADS = {**WITH_PLUGIN, _SKIP_HEADS: "1"}
 
 LEFT_OUT_DRAFTS = {**WITH_PLUGIN, _LEAVE_OUT_DRAFTS: "1"}
 """Environment of a server that never loads the draft model's KV."""
+
+
+LEFT_OUT_STATES = {**WITH_PLUGIN, _LEAVE_OUT_STATES: "1"}
+"""Environment of a server that never loads the states of recurrent layers, and so gives wrong answers."""
+
+SPOILED_STATES = {**WITH_PLUGIN, _SPOIL_STATES: "1"}
+"""Environment of a server whose stored states of recurrent layers have a wrong byte each."""
 
 
 class FaultyLoads:
@@ -92,6 +103,10 @@ def register() -> None:
         HookRegistry.register(_RECOMPUTE, skip_heads, HookType.AROUND)
     if os.environ.get(_LEAVE_OUT_DRAFTS):
         HookRegistry.register(_LEASE_DRAFTS, lambda original, *args: {}, HookType.AROUND)
+    if os.environ.get(_LEAVE_OUT_STATES):
+        HookRegistry.register(_LOAD_STATES, lambda original, *args: None, HookType.AROUND)
+    if os.environ.get(_SPOIL_STATES):
+        HookRegistry.register(_COMMIT, spoil_states, HookType.AROUND)
     if os.environ.get(_SPOIL_HEADS_OF_RANK):
         HookRegistry.register(_RUN_HEADS, spoil_heads, HookType.AROUND)
     if os.environ.get(_SLOW_ANSWERS):
@@ -113,6 +128,13 @@ def spoil_heads(original: Any, recompute: Any, heads: Any, *args: Any) -> None:
         keys, _ = recompute._pool.buffers(recompute._pool.num_layers - 1)
         for head in heads:
             keys.index_fill_(0, head.slots[head.start : head.ends[-1]], 0)
+
+
+def spoil_states(original: Any, store: Any, reservation: Any, manifest: Any, checksums: Any) -> Any:
+    """AROUND hook of ``DaemonStore.commit``: see ``SPOILED_STATES``. The checksums are those of before."""
+    if manifest.model.dtype == "state":
+        reservation.blocks[-1][0] ^= 1
+    return original(store, reservation, manifest, checksums)
 
 
 def answer_late(original: Any, channels: Any, request: Any, *args: Any) -> Any:

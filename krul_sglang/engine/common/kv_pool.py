@@ -39,6 +39,7 @@ class DevicePool:
             engine's attention rounds them.
         scales: of a layer's keys and values; asked each time, because an update of the weights may change
             them.
+        layer_ids: the engine's numbers of these layers, if others have no KV.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class DevicePool:
         write: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None],
         scales: Callable[[int], tuple[float, float]],
         attended: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        layer_ids: Sequence[int] | None = None,
     ) -> None:
         self.num_layers = len(k_buffer)
+        self.layer_ids = range(self.num_layers) if layer_ids is None else layer_ids
         self.num_tokens = num_tokens
         self.element_type = element_type
         self.write = write
