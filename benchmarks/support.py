@@ -74,6 +74,10 @@ SERVED = (
         "sliding windows with --disable-hybrid-swa-memory, by whole loads",
         "tests/integration/test_windows.py",
     ),
+    Served(
+        "recurrent layers beside attention: LFM2 (random weights), by whole loads up to the ends of turns",
+        "tests/integration/test_hybrid_serving.py",
+    ),
     Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),
     Served("--page-size 1, 16, 64", "tests/integration/test_restoring.py"),
     Served("--chunked-prefill-size", "tests/integration/test_restoring.py"),
@@ -107,6 +111,10 @@ UNTESTED = (
     Untested(
         "models other than Llama, Qwen3-MoE and DeepSeek-V2 and V3",
         "the proof of recomputed heads at every start; without it whole prefixes are loaded",
+    ),
+    Untested(
+        "recurrent layers other than LFM2's; --mamba-radix-cache-strategy extra_buffer, and so larger pages",
+        "boundaries are where SGLang's tree has states; the bytes of a state against those of KV",
     ),
     Untested(
         "MoE: --ep-size, --moe-a2a-backend, --enable-eplb, --moe-dp-size, --dwdp-size", "the same proof"

@@ -116,8 +116,15 @@ class Reasons:
     """
 
     def __init__(
-        self, page_size: int, fingerprint: Callable[[], str], is_reachable: Callable[[], bool]
+        self,
+        page_size: int,
+        fingerprint: Callable[[], str],
+        is_reachable: Callable[[], bool],
+        *,
+        has_states: bool = False,
     ) -> None:
+        """``has_states``: the model has recurrent layers, and goes on only where a turn ended."""
+        self._has_states = has_states
         self._page_size = page_size
         self._fingerprint = fingerprint
         self._is_reachable = is_reachable
@@ -214,6 +221,8 @@ class Reasons:
         cause = "new"
         if stored is not None:
             gone = "weights" if stored.fingerprint != self._fingerprint() else stored.gone or "evicted"
+            if gone == "evicted" and self._has_states and num_common < len(stored.tokens):
+                gone = "between"
             stored_end = min(max(stored.num_stored, first), shared)
             missing = [Run(first, stored_end, gone), Run(stored_end, shared, stored.cause)]
             if first <= num_common < len(stored.tokens):

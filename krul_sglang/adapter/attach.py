@@ -22,7 +22,14 @@ from krul_sglang.adapter.head_attention import NoHeadsError
 from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.adapter.rank_engine import MeasuredRank, RankSetup
 from krul_sglang.adapter.start_proof import prove_heads
-from krul_sglang.adapter.unsupported import LATENT_STRATEGY, MEDIA_STRATEGY, NOT_MOVABLE, takes_media
+from krul_sglang.adapter.state_pool import has_states
+from krul_sglang.adapter.unsupported import (
+    LATENT_STRATEGY,
+    MEDIA_STRATEGY,
+    NOT_MOVABLE,
+    STATE_STRATEGY,
+    takes_media,
+)
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.budget import show
 from krul_sglang.engine.capture import CapturePlan, QueryCapture, QueryShape
@@ -46,7 +53,7 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture:
 
     Raises:
         ConfigError: see ``CapturePlan.fit``.
-        UnsupportedSetupError: the model has latent KV, or takes images or sounds.
+        UnsupportedSetupError: the model has latent KV or recurrent layers, or takes images or sounds.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -55,6 +62,8 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture:
         raise LATENT_STRATEGY.error(f'strategy = "{config.strategy}"')
     if takes_media(model_runner.model_config):
         raise MEDIA_STRATEGY.error(f'strategy = "{config.strategy}"')
+    if has_states(model_runner):
+        raise STATE_STRATEGY.error(f'strategy = "{config.strategy}"')
     modules = sorted(
         (module for module in model_runner.model.modules() if isinstance(module, RadixAttention)),
         key=lambda module: module.layer_id,
@@ -149,6 +158,8 @@ def _proven_heads(
     heads = proof = None
     why = ""
     try:
+        if setup.states is not None:
+            raise NoHeadsError("it has recurrent layers, whose states are not in the KV of tokens")
         if runner.lora_manager is not None:
             raise NoHeadsError("they would be computed without adapters")
         if setup.has_dp_attention:

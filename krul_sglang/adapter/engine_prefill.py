@@ -10,6 +10,13 @@ import torch
 from krul_backend.device import Device
 from krul_sglang.engine.capture import QueryCapture, unrecorded
 
+_OF_STATES = (
+    *("mamba_track_indices", "mamba_track_buffer_indices", "mamba_track_mask", "mamba_track_seqlens"),
+    *("mamba_track_seqlens_cpu", "mamba_prefill_track_mask_cpu", "mamba_track_mask_cpu"),
+    *("mamba_cow_src_indices", "mamba_cow_dst_indices", "mamba_clear_indices"),
+)
+"""What SGLang's batch says of states that its own forward is to copy, clear or keep."""
+
 
 class EnginePrefill:
     """Writes tokens of a request anew into the slots that the request has for them.
@@ -32,6 +39,7 @@ class EnginePrefill:
             [first, end)    computed in every layer and written to its slots
             [end, ...)      not touched
 
+        A state of recurrent layers goes on in the request's slot from what it is after ``first`` tokens.
         On every tensor-parallel rank with the same numbers. No load may write to these slots any more.
         """
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
@@ -63,6 +71,8 @@ class EnginePrefill:
         part.prefill_input_ids_cpu = None
         part.input_embeds = part.replace_embeds = part.replace_positions = None
         part.multimodal_inputs = [req.multimodal_inputs]
+        for name in _OF_STATES:
+            setattr(part, name, None)
         part.out_cache_loc = row[first:end].long()
         part.prefix_lens, part.extend_lens, part.extend_num_tokens = [first], [num_tokens], num_tokens
         part.seq_lens = device.from_list([end])

@@ -107,6 +107,7 @@ def build_cache(ctx: Any) -> Any:
     from krul_sglang.adapter.radix_cache import KrulRadixCache
     from krul_sglang.adapter.rank_engine import RankEngine, RankSetup
     from krul_sglang.adapter.start_proof import read_rotary_table
+    from krul_sglang.adapter.state_pool import open_states
     from krul_sglang.engine.budget import SharedBases
     from krul_sglang.engine.common.agreement import RankAgreement
     from krul_sglang.engine.common.served_model import checkpoint_of, identify_model
@@ -179,6 +180,7 @@ def build_cache(ctx: Any) -> Any:
         cache_dir=cache_dir,
         ranks_per_host=ranks_per_host,
     )
+    states = open_states(runner, pool, model, resolved)
     rotary = read_rotary_table(runner.model)
     file: BasesFile | None = None
     if config.strategy == SUBSPACE:
@@ -213,6 +215,7 @@ def build_cache(ctx: Any) -> Any:
         num_ranks_here,
         stores_kv(pool, agreement.rank, ranks_per_host),
         draft,
+        states,
         rotary,
         None if file is None else file.served,
         start_agreement,

@@ -27,7 +27,8 @@ _SCALING_BACKENDS = ("flashinfer", "triton", "fa3")
 
 
 def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] = ()) -> DevicePool:
-    """SGLang's ``MHATokenToKVPool``, ``MLATokenToKVPool`` or ``DSATokenToKVPool`` as krul uses it.
+    """SGLang's ``MHATokenToKVPool``, ``MLATokenToKVPool`` or ``DSATokenToKVPool`` as krul uses it, also where
+    it is that of a hybrid model's layers with attention.
 
     Args:
         pool: SGLang's.
@@ -38,8 +39,17 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
         UnsupportedSetupError: for any other pool class, layout or element type, or for scales that these
             backends are not known to use.
     """
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import (
+        DSATokenToKVPool,
+        HybridLinearKVPool,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+    )
 
+    layer_ids: Sequence[int] | None = None
+    if type(pool) is HybridLinearKVPool:
+        layer_ids = tuple(pool.full_attention_layer_id_mapping)
+        pool = pool.full_kv_pool
     is_latent = type(pool) in (MLATokenToKVPool, DSATokenToKVPool)
     if not is_latent and type(pool) is not MHATokenToKVPool:
         raise FOREIGN_POOL.error(type(pool).__name__)
@@ -48,7 +58,12 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
     stored_as = torch.uint8 if pool.dtype in FP8_FORMATS else pool.dtype
     if pool.dtype not in (*_PLAIN_DTYPES, *FP8_FORMATS) or pool.store_dtype != stored_as:
         raise FOREIGN_ELEMENTS.error(str(pool.dtype))
-    modules = {module.layer_id: module for module in attention if pool.dtype in FP8_FORMATS}
+    index_of = {} if layer_ids is None else {number: index for index, number in enumerate(layer_ids)}
+    modules = {
+        index_of.get(module.layer_id, module.layer_id): module
+        for module in attention
+        if pool.dtype in FP8_FORMATS
+    }
 
     def scales(layer: int) -> tuple[float, float]:
         module = modules.get(layer)
@@ -71,7 +86,14 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
             raise FOREIGN_SCALES.error(
                 f"{of_layer[0]} and {of_layer[1]} in layer {layer}, {' and '.join(backends)}"
             )
-    make = partial(DevicePool, num_tokens=pool.size, element_type=pool.dtype, write=write, scales=scales)
+    make = partial(
+        DevicePool,
+        num_tokens=pool.size,
+        element_type=pool.dtype,
+        write=write,
+        scales=scales,
+        layer_ids=layer_ids,
+    )
     if not is_latent:
         return make(pool.k_buffer, pool.v_buffer)
     if type(pool) is DSATokenToKVPool:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from krul_sglang.adapter.minute_log import MinuteLog
 from krul_sglang.adapter.runtime import KrulRuntime
 from krul_sglang.engine.budget import show
 from krul_sglang.engine.common.asking import LatestAnswer
+from krul_sglang.engine.common.boundary_states import BoundaryStates, CopiedState, StateSlot
 from krul_sglang.engine.common.step_times import StepTimes, timed
 from krul_sglang.engine.restore import Load
 from krul_sglang.engine.save import RequestHints, StoredPath, Turn, TurnOwner
@@ -61,6 +62,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self.asking = engine.asking
         self.draft = setup.draft
+        self.states = setup.states
         self.loader = engine.loader
         self.offloader = engine.offloader
         self.provenance = engine.provenance
@@ -90,21 +92,26 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix, in pages, that can be restored, if any; so can every shorter one.
 
-        ``returning`` expects the request.
+        A model with recurrent layers can go on after the returned numbers of pages alone. ``returning``
+        expects the request.
         """
         self.steps.note_work()
         num_pages = self.returning.look_up(rid, transfers[0].keys)
-        return [num_pages] if num_pages else []
+        boundaries = self.returning.boundaries(rid) if num_pages else ()
+        return [num_pages] if boundaries is None else list(boundaries)
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue a load of the leased pages to ``transfers[0].device_indices``; False if SGLang computes them.
 
         SGLang computes them if that is faster, if what is stored cannot be read, or if nothing is leased.
-        With DP attention the load is waited for, and SGLang computes them, too, if it fails.
+        With DP attention the load is waited for, and SGLang computes them, too, if it fails. For a model with
+        recurrent layers ``transfers[1]`` has the slot of the state after them.
         """
         load = self._planned_load(rid, transfers[0].keys, transfers[0].device_indices)
         if load is None:
             return False
+        if self.states is not None:
+            load = replace(load, state=StateSlot(transfers[1].device_indices.long()))
         if self._setup.has_dp_attention:
             batch = self.restore_path.forward.load_before(rid, load, self.record_offload_ready())
             if batch is not None and self.draft is not None:
@@ -151,6 +158,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             1e3 * load.planned_s,
         )
         return load
+
+    def note_state_before(self, rid: str, slot: Any) -> None:
+        """The tokens before the queued load of ``rid``, if any, have their state in ``slot`` (int64 ``[1]``,
+        or None), which stays there until the load has ended."""
+        load = self.returning.queued_load(rid)
+        if load is not None and load.state is not None and slot is not None:
+            self.returning.queue_load(rid, replace(load, state=replace(load.state, before=slot.long())))
 
     def num_moved(self, rid: str) -> int:
         """How many tokens the queued load of ``rid`` brings back at another place than where they were
@@ -211,8 +225,15 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 show(f"draft_{name}", meaning, value, self._setup.start_agreement.rank)
 
     @timed
-    def ended_turn(self, path: StoredPath, owner: TurnOwner) -> Turn:
-        """A turn that has just ended, with what was captured of its attention, to be stored."""
+    def ended_turn(self, path: StoredPath, owner: TurnOwner, state_slot: Any = None) -> Turn:
+        """A turn that has just ended, with what was captured of its attention, to be stored.
+
+        ``state_slot`` (int64 ``[1]``): where the state of recurrent layers lies that the path ends with; None
+        if it is not there. It is copied, on the forward's stream, before SGLang gives the slot away.
+        """
+        state = None
+        if self.states is not None and state_slot is not None:
+            state = self._copied_state(self.states, state_slot.long())
         capture = self._setup.capture
         attention = None if capture is None else capture.take(owner.rid, owner.request_slot)
         if owner.session is not None and owner.tenant:
@@ -222,11 +243,21 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             model=self.model.identity,
             ready=self.record_offload_ready(),
             attention=attention,
+            state=state,
             rid=owner.rid,
             tenant=owner.tenant,
             session=owner.session,
             hint=owner.hint,
         )
+
+    def _copied_state(self, states: BoundaryStates, slot: Any) -> CopiedState | None:
+        """Copy the state in ``slot`` after the forwards that were launched, and before those that will be."""
+        stream, device = self.forward_stream, self._setup.pool.streams
+        if stream is None:
+            return states.copy(slot)
+        device.wait_for(device.record(), stream)
+        with device.on_stream(stream):
+            return states.copy(slot)
 
     def end_session(self, name: str) -> None:
         """A client has closed the session of this name: its conversation is finished."""
@@ -317,11 +348,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._clear(before)
 
     def _identities(self) -> list[ModelIdentity]:
-        """Those under which this rank stores KV: the model's, and its draft model's."""
+        """Those under which this rank stores KV and states: the model's, and its draft model's."""
         identities = [self.model.identity] if self._setup.stores else []
-        return (
-            [*identities, self.draft.identity] if self.draft is not None and self.draft.stores else identities
-        )
+        if self.draft is not None and self.draft.stores:
+            identities.append(self.draft.identity)
+        return identities if self.states is None else [*identities, self.states.identity]
 
     def _forget_runs(self) -> None:
         if self.runs is not None:
@@ -373,6 +404,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "budget": None if self._budget is None else self._budget.as_dict(),
             },
             "draft": None if self.draft is None else self.draft.as_dict(),
+            "states": None if self.states is None else self.states.as_dict(),
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
             "restore": self.restore_path.as_dict(),
             "waiting_leases": self.returning.num_leases,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -179,16 +180,32 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     def _sync_restorable_prefix(self, restorable: list[int], *, num_pages: int, device_hit_pages: int) -> int:
         """The longest prefix that all ranks can restore, in pages.
 
-        SGLang intersects sets of lengths, page by page. Here every length up to a rank's longest is one.
+        SGLang intersects sets of lengths, page by page. Here every length up to a rank's longest is one,
+        unless the model has recurrent layers.
         """
+        if self.cache_linker.states is not None:
+            return int(
+                super()._sync_restorable_prefix(
+                    restorable, num_pages=num_pages, device_hit_pages=device_hit_pages
+                )
+            )
         longest = torch.tensor([min(max(restorable, default=0), num_pages)])
         self.cache._all_reduce_attn_groups(longest, torch.distributed.ReduceOp.MIN)
         common = int(longest.item())
         return common if common > device_hit_pages else 0
 
     def load_back(self, req: Any) -> tuple[int, Any]:
+        state_before = None
+        if self.cache_linker.states is not None:
+            # SGLang's own copy of this state is called off when the load is queued.
+            state_before = req.kv.mamba_cow_src_index
+            hit = self.hit_markers.get(req.rid)
+            if hit is not None and hit.device_hit_len and state_before is None:
+                # A load that fails could not be computed from there.
+                del self.hit_markers[req.rid]
         try:
             result: tuple[int, Any] = super().load_back(req)
+            self.cache_linker.note_state_before(req.rid, state_before)
             setattr(req, MOVED_TOKENS, self.cache_linker.num_moved(req.rid))
             return result
         finally:
@@ -241,7 +258,11 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         slots = cache.path_device_indices(node)
         assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
         path = self._named(StoredPath(page_keys, token_ids, slots), req.extra_key, req.cache_salt)
-        turn = self.cache_linker.ended_turn(path, owner_of(req, self.cache_linker.request_hints))
+        state_slot = None
+        if self.cache_linker.states is not None:
+            state_slot = cache.tree_core.get_component_device_value(node, ComponentType.MAMBA)
+        owner = owner_of(req, self.cache_linker.request_hints)
+        turn = self.cache_linker.ended_turn(path, owner, state_slot)
         after = req.full_untruncated_fill_ids[num_tokens : num_tokens + 1] if cache.tree_core.is_eagle else ()
         self._submit(turn, req, num_tokens, after=after)
         if self._probe_candidate is None and self.cache_linker.wants_probe():

@@ -22,6 +22,7 @@ from krul_sglang.engine.budget import ErrorBudget, KvProvenance, Prober, ServedB
 from krul_sglang.engine.capture import QueryCapture
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience, LatestAnswer
+from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.draft_kv import DraftKV
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.moved_runs import RunIndex
@@ -40,6 +41,7 @@ from krul_sglang.engine.restore import (
     RestorePlanning,
     ReturningRequests,
     RunHeads,
+    StateLoads,
     TraceLog,
 )
 from krul_sglang.engine.save import (
@@ -48,6 +50,7 @@ from krul_sglang.engine.save import (
     DraftSaver,
     SelectorDecision,
     SpaceAllocation,
+    StateSaver,
     TurnOffloader,
     copy_room,
 )
@@ -69,8 +72,8 @@ class RankSetup:
     joins the threads that store turns on the ranks that share a request's heads, ``restore_agreement`` their
     scheduler threads, ``probe_group`` those while they probe (None for a single rank). ``num_ranks_here``
     share the host memory of this host. ``stores`` is False if another of them
-    stores KV that is the same on all. ``draft`` is None without a draft model. A forward computes at most
-    ``chunk_tokens``.
+    stores KV that is the same on all. ``draft`` is None without a draft model, ``states`` without recurrent
+    layers. A forward computes at most ``chunk_tokens``.
     """
 
     config: KrulConfig
@@ -84,6 +87,7 @@ class RankSetup:
     num_ranks_here: int
     stores: bool
     draft: DraftKV | None
+    states: BoundaryStates | None
     rotary: RotaryTable | None
     bases: ServedBases | None
     start_agreement: RankAgreement
@@ -133,7 +137,10 @@ class RankEngine:
         self.setup = setup
         self.add_bases = measured.add_bases
         self.reasons = Reasons(
-            page_size, lambda: model.identity.fingerprint, lambda: setup.connection.store.is_connected
+            page_size,
+            lambda: model.identity.fingerprint,
+            lambda: setup.connection.store.is_connected,
+            has_states=setup.states is not None,
         )
         self.asking = AskingThread(DaemonPatience(), trial=store.stats)
         self.loader = LayerWiseLoader(
@@ -144,6 +151,7 @@ class RankEngine:
             link=None if not config.link_mbs else Link(config.link_mbs),
             agreement=setup.restore_agreement,
             drafts=None if setup.draft is None else DraftLoads(store, setup.draft),
+            states=None if setup.states is None else StateLoads(store, setup.states),
         )
         self.provenance: KvProvenance | None = None
         if setup.bases is not None or config.truncation_reuse:
@@ -180,6 +188,7 @@ class RankEngine:
             keeps_copies=config.fast_copies == AUTO,
             stores=setup.stores,
             drafts=self._draft_saver(measured.costs),
+            states=None if setup.states is None else StateSaver(store, setup.states, pool, measured.costs),
             reasons=self.reasons,
         )
         planning = RestorePlanning(
@@ -202,6 +211,7 @@ class RankEngine:
             traces,
             req_to_token=setup.model_runner.req_to_token_pool.req_to_token,
             chunk_tokens=setup.chunk_tokens,
+            states=setup.states,
             on_failure=self.reasons.fail,
         )
         self.restore_path = RestorePath(
@@ -226,6 +236,7 @@ class RankEngine:
             max_head_tokens=max_head_tokens,
             reasons=self.reasons,
             plan_ahead=self.restore_path.plan_ahead,
+            states=setup.states,
         )
         token_bytes = (pool.shape.k_token_bytes + pool.shape.v_token_bytes) * pool.num_layers
         logger.info(

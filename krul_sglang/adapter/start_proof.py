@@ -106,6 +106,8 @@ def ordinary_prefill(model_runner: Any, tree_cache: Any, token_ids: Sequence[int
         yield Prefilled(batch.input_ids, slots, seconds, again_s)
     finally:
         model_runner.token_to_kv_pool_allocator.free(batch.out_cache_loc)
+        if req.kv.holds_mamba:
+            model_runner.req_to_token_pool.free_mamba_cache(req)
         model_runner.req_to_token_pool.free(req)
 
 

@@ -222,7 +222,6 @@ MODEL_RULES = (
         "its KV is not one pool of all tokens; with --disable-hybrid-swa-memory it is",
         "is_hybrid_swa",
     ),
-    _model("a Mamba or hybrid model", "its state is not in the KV of tokens", "is_hybrid_ssm"),
     _model("a model with chunked or sparse attention", _FULL_ATTENTION, "has_partial_attention"),
     _model("a model with n-gram embeddings", "a head's first tokens lack theirs", "has_ngram_embedding"),
 )
@@ -244,6 +243,18 @@ LATENT_STRATEGY = Refusal(
 MEDIA_STRATEGY = Refusal(
     "a vision or audio model and a strategy that looks at attention",
     'its text is read again without images and sounds: leave strategy = "none"',
+)
+STATE_STRATEGY = Refusal(
+    "a Mamba or hybrid model and a strategy that looks at attention",
+    'layers without attention are not seen by it: leave strategy = "none"',
+)
+STATE_SETTINGS = Refusal(
+    "a Mamba or hybrid model and --speculative-algorithm or --enable-streaming-session",
+    "states are stored at the ends of turns, as the radix tree has them",
+)
+FOREIGN_STATE = Refusal(
+    "a Mamba or hybrid model whose layers keep more than one convolution and one recurrent state",
+    "krul stores these two",
 )
 FOREIGN_LAYOUT = Refusal("a KV pool that is not laid out by token", "krul copies whole tokens")
 FOREIGN_ELEMENTS = Refusal("--kv-cache-dtype resolved from the checkpoint", "krul knows no such elements")
@@ -295,14 +306,11 @@ def check_flags(values: Mapping[str, Any]) -> None:
 
 def model_facts(model: Any) -> dict[str, bool]:
     """What ``MODEL_RULES`` ask, read from SGLang's ``ModelConfig``."""
-    from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
-
     hf_config = model.hf_config
     return {
         "is_encoder_decoder": model.is_encoder_decoder,
         "is_embedding": not model.is_generation,
         "is_hybrid_swa": model.is_hybrid_swa,
-        "is_hybrid_ssm": uses_ssm_state(model),
         "has_partial_attention": model.is_local_attention_model
         or any(getattr(hf_config, name, None) for name in ("dual_chunk_attention_config", "sparse_config")),
         "has_ngram_embedding": model.use_ngram_embedding,

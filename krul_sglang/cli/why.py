@@ -21,6 +21,7 @@ _DROPPED = "their turn was not stored whole: "
 _SENTENCES = {
     "new": "nothing that was stored goes on like this",
     "evicted": "they were stored, and have left every tier since, because others needed the room",
+    "between": "they were stored, but this model goes on only where a turn ended, with the state there",
     "demoted": "they were stored, and left memory before others, because their conversation had ended",
     "cleared": "they were stored, and a flush dropped them",
     "weights": "they were stored with other weights than those that serve now",

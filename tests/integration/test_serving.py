@@ -6,7 +6,6 @@ import itertools
 import mmap
 import os
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.support.scenario import (
     request_payload,
     settled_stats,
     small_krul_server_args,
+    wait_until_idle,
 )
 
 PAGE_SIZE = 16
@@ -247,17 +247,6 @@ def test_many_conversations_at_once_in_a_pool_for_two(server: ServerProcess) -> 
         host_tokens = sum(pool.map(converse, range(8)))
     assert errors == []
     assert host_tokens > 0
-
-
-def wait_until_idle(server: ServerProcess, timeout_s: float = 60.0) -> None:
-    """The server answers a new request at once when nothing runs any more; its counters then settle."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        stats = settled_stats(server)
-        if stats["num_leases"] == 0:
-            return
-        assert time.monotonic() < deadline, stats
-        time.sleep(0.1)
 
 
 def flip_bytes_of_the_arena(server: ServerProcess) -> None:

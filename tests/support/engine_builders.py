@@ -65,6 +65,10 @@ class TensorPool:
             for _ in range(num_layers)
         ]
 
+    @property
+    def layer_ids(self) -> range:
+        return range(self.num_layers)
+
     def buffers(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self._layers[layer]
 

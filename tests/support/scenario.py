@@ -254,6 +254,17 @@ def settled_stats(server: ServerProcess) -> dict[str, Any]:
     return wait_for_saves(server)[0]
 
 
+def wait_until_idle(server: ServerProcess, timeout_s: float = 60.0) -> None:
+    """The server answers a new request at once when nothing runs any more; its counters then settle."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        stats = settled_stats(server)
+        if stats["num_leases"] == 0:
+            return
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.1)
+
+
 def wait_until_written(server: ServerProcess) -> None:
     """Wait until something that the server has stored is in a lower tier."""
     wait_until(

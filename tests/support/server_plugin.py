@@ -22,9 +22,13 @@ _SLOW_ANSWERS = "TESTS_SLOW_ANSWERS"
 _FAULT = "TESTS_FAULT"
 _ROUND_HEADS = "TESTS_ROUND_HEADS"
 _LEAVE_OUT_DRAFTS = "TESTS_LEAVE_OUT_DRAFTS"
+_LEAVE_OUT_STATES = "TESTS_LEAVE_OUT_STATES"
+_SPOIL_STATES = "TESTS_SPOIL_STATES"
 _ASK = "krul_backend.daemon.client.request_channel.RequestChannels.ask"
 _MAKE_LOADER = "krul_sglang.engine.restore.loading.LayerWiseLoader.__init__"
 _LEASE_DRAFTS = "krul_sglang.engine.restore.draft_loads.DraftLoads.lease"
+_LOAD_STATES = "krul_sglang.engine.restore.loading.LayerWiseLoader._load_states"
+_COMMIT = "krul_backend.daemon.client.daemon_store.DaemonStore.commit"
 _RECOMPUTE = "krul_sglang.engine.restore.restore_forward.RestoreForward._recompute"
 _ATTEND = "krul_sglang.adapter.head_attention.HeadAttention.forward"
 _RUN_HEADS = "krul_sglang.adapter.head_recompute.HeadRecompute.run"
@@ -43,6 +47,13 @@ LEFT_OUT_DRAFTS = {**WITH_PLUGIN, _LEAVE_OUT_DRAFTS: "1"}
 
 ROUNDED_HEADS = {**WITH_PLUGIN, _ROUND_HEADS: "1"}
 """Environment of a server whose heads are rounded differently from its prefills, as by another kernel."""
+
+
+LEFT_OUT_STATES = {**WITH_PLUGIN, _LEAVE_OUT_STATES: "1"}
+"""Environment of a server that never loads the states of recurrent layers, and so gives wrong answers."""
+
+SPOILED_STATES = {**WITH_PLUGIN, _SPOIL_STATES: "1"}
+"""Environment of a server whose stored states of recurrent layers have a wrong byte each."""
 
 
 class FaultyLoads:
@@ -97,6 +108,10 @@ def register() -> None:
         HookRegistry.register(_RECOMPUTE, skip_heads, HookType.AROUND)
     if os.environ.get(_LEAVE_OUT_DRAFTS):
         HookRegistry.register(_LEASE_DRAFTS, lambda original, *args: {}, HookType.AROUND)
+    if os.environ.get(_LEAVE_OUT_STATES):
+        HookRegistry.register(_LOAD_STATES, lambda original, *args: None, HookType.AROUND)
+    if os.environ.get(_SPOIL_STATES):
+        HookRegistry.register(_COMMIT, spoil_states, HookType.AROUND)
     if os.environ.get(_SPOIL_HEADS_OF_RANK):
         HookRegistry.register(_RUN_HEADS, spoil_heads, HookType.AROUND)
     if os.environ.get(_ROUND_HEADS):
@@ -128,6 +143,13 @@ def round_otherwise(original: Any, *args: Any, **kwargs: Any) -> Any:
 
     output = original(*args, **kwargs)
     return output * (1 + torch.finfo(output.dtype).eps * (2 * torch.rand_like(output) - 1))
+
+
+def spoil_states(original: Any, store: Any, reservation: Any, manifest: Any, checksums: Any) -> Any:
+    """AROUND hook of ``DaemonStore.commit``: see ``SPOILED_STATES``. The checksums are those of before."""
+    if manifest.model.dtype == "state":
+        reservation.blocks[-1][0] ^= 1
+    return original(store, reservation, manifest, checksums)
 
 
 def answer_late(original: Any, channels: Any, request: Any, *args: Any) -> Any:

@@ -37,7 +37,7 @@ from tests.support.store_builders import Clock, wait_until
 from tests.support.tiered_builders import AskedAtOnce
 
 KEYS = tuple(f"page-{page}" for page in range(END // PAGE_SIZE))
-TOKENS = np.arange(END, dtype=np.int32)
+TOKENS = np.arange(END, dtype=np.int64)
 RANGE_BYTES = 256
 FAR: Heads = (48, 40, 32, 24)
 """Heads of a plan that reads the disk."""
@@ -332,7 +332,7 @@ def test_those_that_wait_give_the_room_to_complete_a_part(full: Rig) -> None:
         start = END + 24 * number
         store_in(full.store, other_segment(start))
     other = tuple(f"other-{page}" for page in range(18))
-    full.waiting.expect("s", Prompt(73, 0, lambda: np.arange(72, dtype=np.int32)))
+    full.waiting.expect("s", Prompt(73, 0, lambda: np.arange(72, dtype=np.int64)))
     assert full.waiting.look_up("s", other) == 18
     reservation = fill(full)
     load = full.plan_load(held)
@@ -355,7 +355,7 @@ def other_segment(start: int) -> Any:
         page_keys=pages,
         parent_key=parent,
         start_token=first,
-        token_ids=np.arange(first, first + 24, dtype=np.int32),
+        token_ids=np.arange(first, first + 24, dtype=np.int64),
         layer_first_token=(first,) * NUM_LAYERS,
     )
     return segment._replace(manifest=manifest)

@@ -30,10 +30,10 @@ OTHER = RNG.integers(1000, 2000, 400).astype(np.int64)
 class Server:
     """Tells ``Reasons`` what a server does, with tokens in place of KV."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_states: bool = False) -> None:
         self.model = "weights 1"
         self.is_reachable = True
-        self.reasons = Reasons(PAGE, lambda: self.model, lambda: self.is_reachable)
+        self.reasons = Reasons(PAGE, lambda: self.model, lambda: self.is_reachable, has_states=has_states)
 
     def store(
         self,
@@ -116,6 +116,17 @@ def test_what_was_stored_and_is_gone_was_evicted(server: Server) -> None:
     server.store(TEXT[:160])
     told = server.ask(joined(TEXT[:160], OTHER[:45]), found=64)
     assert computed(told)[-2:] == [(64, 160, "evicted"), (160, 205, "new")]
+
+
+def test_a_model_with_states_goes_on_only_where_a_turn_ended() -> None:
+    server = Server(has_states=True)
+    server.store(TEXT[:160])
+    server.store(TEXT)
+    told = server.ask(joined(TEXT[:200], OTHER[:100]), found=160)
+    assert computed(told)[-2:] == [(160, 192, "between"), (192, 300, "parted")]
+    # It would go on from there.
+    told = server.ask(joined(TEXT, OTHER[:100]), found=160)
+    assert computed(told)[-2:] == [(160, 400, "evicted"), (400, 500, "new")]
 
 
 def test_a_prompt_that_parts_where_pages_are_gone_says_both(server: Server) -> None:

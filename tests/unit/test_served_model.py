@@ -127,6 +127,7 @@ class Rank:
             restore_agreement=alone,
             stores=True,
             draft=draft,
+            states=None,
             probe_group=None,
             chunk_tokens=1,
         )

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 48_130),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_860),
+    "product": (PRODUCT, 48_760),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 14_480),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_040,
@@ -27,9 +27,9 @@ LIMITS = {
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         16_320,
     ),
-    "benchmarks": (("benchmarks",), 9_940),
-    "tests": (("tests",), 61_200),
-    "tests/support": (("tests/support",), 5_940),
+    "benchmarks": (("benchmarks",), 9_950),
+    "tests": (("tests",), 61_780),
+    "tests/support": (("tests/support",), 5_970),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 

@@ -44,6 +44,7 @@ class DevicePool:
             engine's attention rounds them.
         scales: of a layer's keys and values; asked each time, because an update of the weights may change
             them.
+        layer_ids: the engine's numbers of these layers, if others have no KV.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class DevicePool:
         scales: Callable[[int], tuple[float, float]],
         attended: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
         are_pages: bool = False,
+        layer_ids: Sequence[int] | None = None,
     ) -> None:
         self.are_pages = are_pages
         self.num_layers = len(k_buffer)
+        self.layer_ids = range(self.num_layers) if layer_ids is None else layer_ids
         self.num_tokens = num_tokens
         self.element_type = element_type
         self.write = write

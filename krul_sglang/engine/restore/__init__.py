@@ -15,4 +15,5 @@ from krul_sglang.engine.restore.restore_trace import TraceLog
 from krul_sglang.engine.restore.returning_request import Prompt
 from krul_sglang.engine.restore.returning_requests import ReturningRequests
 from krul_sglang.engine.restore.segment_reader import SegmentReader, open_segments
+from krul_sglang.engine.restore.state_loads import StateLoads
 from krul_sglang.engine.restore.tail_groups import TailGroups

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from krul_backend.segment import ModelIdentity, TokenIds
@@ -17,6 +18,7 @@ from krul_backend.tiers.common.interface import (
     SegmentSlice,
     SegmentTail,
 )
+from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 
 RENEW_INTERVAL_S = 0.05
@@ -70,6 +72,8 @@ class HeldLease:
     refused, or a part of it. ``num_arriving``: pages that were on their way to DRAM then. ``moved``: the run
     that is leased, if it is stored at another place than where the request has it; then keys and tokens are
     those of the run. ``tails``: what a load is expected to want in DRAM; None if nobody has asked yet.
+    ``boundaries``: after how many of the pages the request can go on, ascending, if it needs the state of
+    recurrent layers there; None if it can after each.
     """
 
     run: KeyRun
@@ -82,6 +86,7 @@ class HeldLease:
     num_arriving: int = 0
     moved: MovedRun | None = None
     tails: Tails | None = None
+    boundaries: Sequence[int] | None = None
 
     @cached_property
     def is_here(self) -> bool:
@@ -127,6 +132,8 @@ class HeldLease:
 
     def num_pages(self, page_size: int) -> int:
         """How many of the request's pages can be restored."""
+        if self.boundaries is not None:
+            return self.boundaries[-1]
         if self.moved is None:
             return self.lease.num_pages
         return self.moved.num_pages(self.lease.num_pages, page_size)
@@ -145,23 +152,34 @@ def _name(piece: SegmentSlice) -> Hashable:
     return piece.header.start_token, piece.header.num_tokens, last[-CHECKSUM_BYTES:]
 
 
+def find_boundaries(store: KVStore, identity: ModelIdentity, page_keys: Sequence[str]) -> list[int]:
+    """After how many of these pages there is a state in the store, ascending. ``identity``: of the states."""
+    missing = set(chain.from_iterable(store.find_missing(identity, page_keys)))
+    return [index + 1 for index in range(len(page_keys)) if index not in missing]
+
+
 @dataclass(frozen=True)
 class LeaseFinder:
     """Asks ``store`` for the lease that brings a request most. Used by the thread that asks.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
+    ``states``: of the model's recurrent layers, if it has any. Then nothing is found behind the last boundary
+    whose state is stored.
     """
 
     store: KVStore
     identity: ModelIdentity
     max_head_tokens: int
     clock: Callable[[], float] = time.monotonic
+    states: BoundaryStates | None = None
 
     def find(
         self, page_keys: Sequence[str], token_ids: TokenIds, find_run: FindRun | None
     ) -> HeldLease | None:
         """A lease of the first of ``page_keys``, or of a run that is stored at another place and brings more;
         None if nothing is found. See ``Prompt``."""
+        if self.states is not None:
+            return self._find_boundary(self.states, page_keys, token_ids)
         run = KeyRun.of(page_keys)
         lease = self.store.lease(self.identity, page_keys, token_ids)
         try:
@@ -177,6 +195,27 @@ class LeaseFinder:
         if lease is not None:
             self.store.release(lease)
         return of_moved
+
+    def _find_boundary(
+        self, states: BoundaryStates, page_keys: Sequence[str], token_ids: TokenIds
+    ) -> HeldLease | None:
+        """A lease of the pages before the last boundary whose state is stored. The state is leased when it is
+        loaded; if it has left the store by then, all is computed."""
+        boundaries = find_boundaries(self.store, states.identity, page_keys)
+        if not boundaries:
+            return None
+        wanted = page_keys[: boundaries[-1]]
+        token_ids = token_ids[: len(wanted) * self.identity.page_size]
+        lease = self.store.lease(self.identity, wanted, token_ids)
+        if lease is None:
+            return None
+        boundaries = [end for end in boundaries if end <= lease.num_pages]
+        if not boundaries:
+            self.store.release(lease)
+            return None
+        return HeldLease(
+            KeyRun.of(page_keys), wanted, lambda: token_ids, lease, self.clock(), boundaries=boundaries
+        )
 
     def _find_moved(self, run: KeyRun, num_pages: int, find_run: FindRun | None) -> HeldLease | None:
         """A lease that brings more than the ``num_pages`` that were found in their place."""

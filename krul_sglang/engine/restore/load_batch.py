@@ -17,6 +17,7 @@ from krul_backend.errors import KrulError
 from krul_backend.planner import RestorePlan
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.boundary_states import StateSlot
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore.held_lease import HeldLease
 from krul_sglang.engine.restore.segment_reader import SegmentReader
@@ -87,7 +88,8 @@ class Load:
     pool's device): in each layer those from ``plan.head_ends[layer]`` on, which ``readers`` copy, one after
     another, out of the lease's segments. ``moved``: set if they are stored at other positions, or after
     other text; then the first of ``slots`` may be filled by heads alone. ``held`` was leased for the request,
-    and names its pages.
+    and names its pages. ``state``: where the state of recurrent layers goes that belongs to the last of these
+    tokens, if the model has such layers.
     """
 
     lease: Lease
@@ -98,6 +100,7 @@ class Load:
     forecast: Forecast
     moved: MovedKeys | None = None
     held: HeldLease | None = None
+    state: StateSlot | None = None
 
     @property
     def planned_s(self) -> float:

@@ -24,6 +24,7 @@ from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockErr
 from krul_sglang.engine.restore.draft_loads import DraftLoads
 from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
 from krul_sglang.engine.restore.segment_reader import SegmentReader
+from krul_sglang.engine.restore.state_loads import StateLoads
 from krul_sglang.engine.restore.tail_groups import TailGroups
 
 logger = logging.getLogger(__name__)
@@ -50,11 +51,14 @@ class LoadCounters:
 class LayerWaits:
     """Makes forwards wait for loads: SGLang's pool calls ``wait_until`` before it hands out a layer's KV.
 
-    On a GPU the current stream waits, on a CPU the thread.
+    On a GPU the current stream waits, on a CPU the thread. ``layer_ids``: the numbers that SGLang has for the
+    layers.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, layer_ids: Sequence[int] | None = None) -> None:
         self.num_layers = num_layers
+        numbers = range(num_layers) if layer_ids is None else layer_ids
+        self._index_of = {number: index for index, number in enumerate(numbers)}
         self.consumer_index = -1
         self.batches: dict[int, LoadBatch] = {}
 
@@ -65,7 +69,7 @@ class LayerWaits:
         """Raises LoadFailedError through the forward that asks; whoever called the forward handles it."""
         batch = self.batches.get(self.consumer_index)
         if batch is not None:
-            batch.wait_layer(layer)
+            batch.wait_layer(self._index_of[layer])
 
 
 class Link:
@@ -94,6 +98,8 @@ class LayerWiseLoader:
     before it are loaded all the same, so that only the rest has to be computed.
     ``patience_s``, ``agreement``: see ``LoadBatch``. ``link``: slows loads down.
     ``drafts`` find the draft model's KV, which comes before the last layer: what reads it comes after that.
+    ``states`` find the states of recurrent layers, which come before it, too: models that have them begin
+    their forwards when all is loaded.
     ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
     raises fails the batch.
     """
@@ -108,9 +114,10 @@ class LayerWiseLoader:
         agreement: RankAgreement | None = None,
         before_layer: Callable[[int, int], None] = lambda index, layer: None,
         drafts: DraftLoads | None = None,
+        states: StateLoads | None = None,
     ) -> None:
         self.counters = LoadCounters()
-        self.counter = LayerWaits(pool.num_layers)
+        self.counter = LayerWaits(pool.num_layers, pool.layer_ids)
         self._store = store
         self._pool = pool
         self._gate = gate
@@ -119,6 +126,7 @@ class LayerWiseLoader:
         self._agreement = agreement
         self._before_layer = before_layer
         self._drafts = drafts
+        self._states = states
         self._running: dict[int, Future[None]] = {}
         self._next_index = 0
         self._device = pool.streams
@@ -239,21 +247,36 @@ class LayerWiseLoader:
             batch.begun()
             readers = [reader for load in loads for reader in load.readers]
             of_drafts = {} if self._drafts is None else self._drafts.lease(batch.loads, self._begin)
+            of_states = [] if self._states is None else self._states.lease(loads, self._begin)
+            # What a CPU was told to do is done.
+            free = () if self._device.shares_cores else ready[1:]
 
             def before_layer(layer: int) -> None:
                 self._before_layer(index, layer)
+                if of_states and layer == self._pool.num_layers - 1:
+                    self._load_states(batch, of_states, free)
                 if of_drafts and layer == self._pool.num_layers - 1:
                     self._load_drafts(batch, of_drafts)
 
-            # What a CPU was told to do is done.
-            free = () if self._device.shares_cores else ready[1:]
             try:
                 if not self._copy(batch, readers, batch.landed, before_layer, free):
                     return
             finally:
-                for load in of_drafts.values():
+                for load in (*of_drafts.values(), *of_states):
                     self._store.release(load.lease)
         self._count(loads)
+
+    def _load_states(self, batch: LoadBatch, loads: Sequence[Load], free: Sequence[Any]) -> None:
+        """Load the states that belong to a batch. An error fails the batch."""
+        assert self._states is not None
+        states = self._states.states
+        readers = [reader for load in loads for reader in load.readers]
+        try:
+            if self._copy(batch, readers, lambda times: batch.progressed(), free=free, pool=states.pool):
+                states.counters.restored += len(loads)
+        except Exception:
+            states.counters.failed_loads += 1
+            raise
 
     def _load_drafts(self, batch: LoadBatch, loads: Mapping[str, Load]) -> None:
         """Load the draft KV that belongs to a batch. An error fails nothing else."""
@@ -277,8 +300,8 @@ class LayerWiseLoader:
         pool: DevicePool | None = None,
     ) -> bool:
         """Copy all layers of these segments, and say of each layer when it has ``landed``; False if the batch
-        was abandoned. The slots may be written after the events ``free``. ``pool``: the target's, or that of
-        its drafts."""
+        was abandoned. The slots may be written after the events ``free``. ``pool``: the target's, that of its
+        drafts, or that of its states."""
         pool = self._pool if pool is None else pool
         checks = BlockChecks(self._device, batch.deadline_s, self._store.report_damage)
         tails, groups = TailGroups(readers, self._device), deque[list[TailGroup]]()
@@ -318,11 +341,11 @@ class LayerWiseLoader:
 
     def _salvage(self, batch: LoadBatch, error: Exception) -> dict[str, int]:
         """Load the segments before those that have not come; returns how many tokens of each request they
-        complete. Nothing if memory ran out, or on any other error."""
+        complete. Nothing if memory ran out, on any other error, or if the state at their end is needed."""
         readers, salvaged = list[SegmentReader](), dict[str, int]()
         damaged_id = error.segment_id if isinstance(error, DamagedBlockError) else None
         try:
-            if not isinstance(error, KrulError) or batch.is_abandoned:
+            if not isinstance(error, KrulError) or batch.is_abandoned or self._states is not None:
                 return {}
             for rid, load in batch.loads.items():
                 # Rotated keys would be rotated twice.

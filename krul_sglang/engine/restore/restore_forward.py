@@ -13,6 +13,7 @@ from krul_backend.device import Device, StreamClock
 from krul_backend.errors import KrulError
 from krul_backend.memory import is_out_of_memory
 from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.restore.heads import Head, RunHeads, RunPrefix
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
@@ -56,8 +57,9 @@ class RestoreForward:
     ``heads`` is None if this model's heads cannot be recomputed: then no plan has any, and a forward begins
     when all is loaded, since it is not known what such a model does with an error amid its layers.
     ``prefill`` computes what a failed load should have brought. ``chunk_tokens`` are computed in one forward
-    at most. ``on_failure(rid, error, end)`` is called with each request whose load failed, and the end of
-    what had come of it.
+    at most. ``states`` are those of recurrent layers, if the model has any: what is computed instead of a
+    load begins with the state before it. ``on_failure(rid, error, end)`` is called with each request whose
+    load failed, and the end of what had come of it.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class RestoreForward:
         *,
         req_to_token: torch.Tensor,
         chunk_tokens: int,
+        states: BoundaryStates | None = None,
         on_failure: Callable[[str, str, int], None] = lambda rid, error, end: None,
     ) -> None:
         self._on_failure = on_failure
@@ -81,6 +84,7 @@ class RestoreForward:
         self._traces = traces
         self._req_to_token = req_to_token
         self._chunk_tokens = chunk_tokens
+        self._states = states
         self._warned: set[str] = set()
 
     def run(self, schedule_batch: Any, forward: Callable[[], Any]) -> Any:
@@ -215,7 +219,8 @@ class RestoreForward:
 
     def _in_steps(self, num_tokens: int, num_requests: int, run: Callable[[int, int], None]) -> None:
         """Call ``run(first, end)`` for tokens 0 to ``num_tokens`` of so many requests, in steps of at most
-        ``chunk_tokens`` for all together. When memory runs out, the rest goes on in smaller steps.
+        ``chunk_tokens`` for all together. When memory runs out, the rest goes on in smaller steps; all of it
+        if the model has states, which a step that broke off has changed.
 
         Raises:
             NoMemoryError: there is not enough for the smallest step.
@@ -228,6 +233,7 @@ class RestoreForward:
                 first = end
             elif step > 1 and step * num_requests > _MIN_CHUNK_TOKENS:
                 step //= 2
+                first = first if self._states is None else 0
             else:
                 raise NoMemoryError(f"no memory to compute {step * num_requests} tokens")
 
@@ -296,7 +302,10 @@ class RestoreForward:
         return [int(least) for least in torch.stack(of_ranks).amin(0).tolist()]
 
     def _prefill_part(self, schedule_batch: Any, prefix: _Prefix, first: int, end: int) -> None:
-        start = prefix.load.device_tokens
+        start, state = prefix.load.device_tokens, prefix.load.state
+        if state is not None and first == 0:
+            assert self._states is not None
+            self._states.reset(state)
         self._prefill_anew(schedule_batch, prefix.index, start + first, start + end)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease, Prefetched, SegmentSlice
 from krul_sglang.engine.common.asking import AskingThread, Question
+from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore.held_lease import (
     RENEW_INTERVAL_S,
@@ -85,8 +86,9 @@ class ReturningRequests:
     forgotten when its load starts, and by ``release``: when it ends, for whatever reason.
 
     ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
-    ``reasons`` are told what was found, and find out why it was not more when nothing else is asked.
-    ``plan_ahead(prompt)`` is called in the scheduler's thread; what it returns, in the one that asks.
+    ``states``: see ``LeaseFinder``. ``reasons`` are told what was found, and find out why it was not more
+    when nothing else is asked. ``plan_ahead(prompt)`` is called in the scheduler's thread; what it returns,
+    in the one that asks.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class ReturningRequests:
         max_head_tokens: int = sys.maxsize,
         reasons: Reasons | None = None,
         plan_ahead: Callable[[Prompt], PlanAhead] = lambda prompt: whole_segments,
+        states: BoundaryStates | None = None,
     ) -> None:
+        self._states = states
         self._reasons = reasons
         self._plan_ahead = plan_ahead
         self._max_head_tokens = max_head_tokens
@@ -182,6 +186,12 @@ class ReturningRequests:
             self._use_found(rid, request, request.question)
         request.give_back_at_s = math.inf
         return 0 if request.lease is None else request.lease.num_pages(self._model.identity.page_size)
+
+    def boundaries(self, rid: str) -> Sequence[int] | None:
+        """After how many of the pages that were looked up a request can go on; None: after each that is
+        leased."""
+        request = self._requests.get(rid)
+        return None if request is None or request.lease is None else request.lease.boundaries
 
     def take(self, rid: str) -> HeldLease | None:
         """Hand the lease over to the caller, who releases it; None if there is none."""
@@ -289,7 +299,9 @@ class ReturningRequests:
         self._drop(request.renewal)
         request.renewal = None
         token_ids, find_run = request.prompt.token_ids(), request.prompt.find_run
-        finder = LeaseFinder(self._store, self._model.identity, self._max_head_tokens, self._clock)
+        finder = LeaseFinder(
+            self._store, self._model.identity, self._max_head_tokens, self._clock, self._states
+        )
         request.run = run
         request.question = self._asking.ask(lambda: finder.find(page_keys, token_ids, find_run))
 

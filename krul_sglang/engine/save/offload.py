@@ -27,6 +27,7 @@ from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
 from krul_sglang.engine.save.draft_saving import DraftSaver
 from krul_sglang.engine.save.later_encoding import ExactCopy, LaterEncoder
 from krul_sglang.engine.save.segment_writer import OffloadCounters
+from krul_sglang.engine.save.state_saving import StateSaver
 from krul_sglang.engine.save.strategy_choice import ChoiceCounters, Decision
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import TurnEncoding
@@ -81,8 +82,8 @@ class TurnOffloader:
     later: its slots are free as soon as they were copied. Unless it ``stores``, another rank does, and this
     one only takes part in what they decide. With an ``allocation``, tokens that a restore would recompute are
     not stored, and dropped from earlier turns. ``runs``, if there are any, remember what is stored where.
-    ``drafts`` store the draft model's KV, too. ``costs``: see ``SegmentWriter``. ``reasons`` hear what
-    was stored of each turn.
+    ``drafts`` store the draft model's KV, too, ``states`` the states of recurrent layers. ``costs``: see
+    ``SegmentWriter``. ``reasons`` hear what was stored of each turn.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -105,6 +106,7 @@ class TurnOffloader:
         keeps_copies: bool = True,
         stores: bool = True,
         drafts: DraftSaver | None = None,
+        states: StateSaver | None = None,
         reasons: Reasons | None = None,
     ) -> None:
         self.counters = OffloadCounters()
@@ -117,6 +119,7 @@ class TurnOffloader:
         self._allocation = allocation
         self._runs = runs
         self._drafts = drafts
+        self._states = states
         self._reasons = reasons
         self._gate = TransferGate() if gate is None else gate
         self._queue: deque[Job] = deque()
@@ -229,6 +232,8 @@ class TurnOffloader:
             committing.enter_context(self.writer.committing)
             if self._drafts is not None:
                 committing.enter_context(self._drafts.writer.committing)
+            if self._states is not None:
+                committing.enter_context(self._states.writer.committing)
             for model in models:
                 self._store.clear(model)
 
@@ -248,6 +253,9 @@ class TurnOffloader:
                     # First, since the slots may be given away when the target's KV has been read.
                     pause = partial(self._gate.give_way, job.patience)
                     self._drafts.save(turn, self._stream, pause, job.is_wanted, job.reading)
+                if self._states is not None:
+                    pause = partial(self._gate.give_way, job.patience)
+                    self._states.save(turn, self._stream, pause, job.is_wanted)
                 cause = self._store_missing(job)
         except Exception:
             logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
@@ -257,6 +265,8 @@ class TurnOffloader:
             # Makes room for what is captured of another turn.
             if turn.attention is not None:
                 turn.attention.release()
+            if self._states is not None:
+                self._states.release(turn)
         if cause is not None:
             cause = "evicted" if job.is_revoked else cause
             self.counters.drop(cause)

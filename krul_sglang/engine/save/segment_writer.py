@@ -93,13 +93,15 @@ class SegmentWriter:
         reading: Reading = lambda: nullcontext(True),
         on_read: Callable[[], None] | None = None,
         model: ModelIdentity | None = None,
+        recompute_s: float | None = None,
     ) -> bool:
         """Store ``pages`` of a turn as a segment of ``model`` (None: of the turn's own); False if there is no
         room, or it is not wanted any more.
 
         Room is waited for, for ``ROOM_WAIT_S``. The device is read while ``reading()`` is held, if that says
         that it may be. What was read counts only if ``is_wanted()`` when the blocks have been copied;
-        ``on_read`` is called then.
+        ``on_read`` is called then. ``recompute_s``: what a restore of these pages saves, if that is not what
+        computing them takes.
         """
         model = turn.model if model is None else model
         page_size = model.page_size
@@ -115,7 +117,7 @@ class SegmentWriter:
             codec_params=encoded.params,
             layer_first_token=encoded.layer_first_token,
             tenant=turn.tenant,
-            recompute_s=self.recompute_s(start, end),
+            recompute_s=self.recompute_s(start, end) if recompute_s is None else recompute_s,
         )
         reservation = self._store.reserve(encoded.layer_num_bytes, turn.tenant, is_fast_copy=is_fast_copy)
         if reservation is None:

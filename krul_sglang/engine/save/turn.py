@@ -11,6 +11,7 @@ import torch
 from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.tiers.common.hint import NO_HINT, Hint, SessionName
 from krul_sglang.engine.capture import CapturedTurn
+from krul_sglang.engine.common.boundary_states import CopiedState
 from krul_sglang.engine.save.request_hints import RequestHints
 from krul_sglang.hints import tenant_of
 
@@ -50,14 +51,16 @@ class Turn(StoredPath):
 
     ``model`` is what computed it: weights may change before it is stored. ``ready`` are the events after
     which the slots hold the KV. ``attention`` is what was recorded of it, if anything; whoever stores the
-    turn releases it. ``rid`` is its request; ``tenant`` is whom its bytes count for; ``session`` the name of
-    the conversation, if it has one; ``hint`` what its request said about its future. A turn that is to be
-    dropped is not stored.
+    turn releases it. ``state`` is a copy of the state that recurrent layers have after it, if the model has
+    such layers and the state was there. ``rid`` is its request; ``tenant`` is whom its bytes count for;
+    ``session`` the name of the conversation, if it has one; ``hint`` what its request said about its future.
+    A turn that is to be dropped is not stored.
     """
 
     model: ModelIdentity = field(kw_only=True)
     ready: Sequence[Any]
     attention: CapturedTurn | None = None
+    state: CopiedState | None = None
     rid: str = ""
     tenant: str = ""
     session: SessionName | None = None

@@ -1,0 +1,76 @@
+"""Opens SGLang's pool of recurrent states for krul, or says why it cannot be served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from krul_sglang.adapter.unsupported import FOREIGN_STATE, STATE_SETTINGS
+from krul_sglang.engine.common.boundary_states import BoundaryStates
+from krul_sglang.engine.common.kv_pool import DevicePool
+from krul_sglang.engine.common.served_model import ServedModel
+
+
+def has_states(runner: Any) -> bool:
+    """Whether the model of SGLang's model runner ``runner`` has recurrent layers."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    return isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
+
+
+def open_states(
+    runner: Any, pool: DevicePool, target: ServedModel, settings: Mapping[str, Any]
+) -> BoundaryStates | None:
+    """The states of the recurrent layers of SGLang's model runner ``runner``; None if it has none.
+
+    ``pool`` is that of its KV, ``settings`` are the resolved server arguments.
+
+    Raises:
+        UnsupportedSetupError: for states, or settings, that krul cannot serve.
+    """
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+
+    if not has_states(runner):
+        return None
+    for name in ("speculative_algorithm", "enable_streaming_session"):
+        if settings[name]:
+            raise STATE_SETTINGS.error(f"{name} = {settings[name]!r}")
+    of_requests = runner.req_to_token_pool
+    of_states = of_requests.mamba_pool
+    if type(of_requests) is not HybridReqToTokenPool or type(of_states) is not MambaPool:
+        raise FOREIGN_STATE.error(f"{type(of_requests).__name__} with {type(of_states).__name__}")
+    if pool.is_latent:
+        raise FOREIGN_STATE.error("with latent KV, which ranks share")
+    cache = of_states.mamba_cache
+    others = {name for name, value in vars(cache).items() if value is not None} - {"conv", "temporal"}
+    if type(cache) is not MambaPool.State or others or of_states._slot_siblings:
+        raise FOREIGN_STATE.error(f"{type(cache).__name__} with more than convolutions and one recurrence")
+    # [layers, slots, ...]; models with convolutions alone have an empty second part.
+    parts = [part for part in (*cache.conv, cache.temporal) if part.numel()]
+    if len(parts) not in (1, 2) or not all(part.is_contiguous() for part in parts):
+        raise FOREIGN_STATE.error(f"{len(parts)} parts per layer")
+    layout = " ".join(f"{part.dtype}{list(part.shape[2:])}" for part in parts)
+    rows = [[_rows(layer) for layer in part] for part in parts]
+    if len(rows) == 1:
+        half = rows[0][0].shape[-1] // 2
+        rows = [[row[..., :half] for row in rows[0]], [row[..., half:] for row in rows[0]]]
+    first, second = rows
+    states = DevicePool(
+        first, second, num_tokens=of_states.size, element_type=torch.uint8, write=_refuse, scales=_no_scales
+    )
+    return BoundaryStates(states, layout, target)
+
+
+def _rows(layer: torch.Tensor) -> torch.Tensor:
+    """The states of a layer, ``[slots, ...]``, as bytes: ``[slots, 1, bytes]``."""
+    return layer.flatten(1).view(torch.uint8)[:, None]
+
+
+def _refuse(layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    raise AssertionError("states are not computed from keys and values")
+
+
+def _no_scales(layer: int) -> tuple[float, float]:
+    return 1.0, 1.0

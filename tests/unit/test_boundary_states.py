@@ -1,0 +1,333 @@
+"""States of recurrent layers: stored at the ends of turns, found, loaded to the bit, or computed instead."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from krul_backend.tiers.common.hint import Hint
+from krul_sglang.adapter.attach import attach_turn_capture
+from krul_sglang.adapter.kv_pool import open_pool
+from krul_sglang.adapter.state_pool import open_states
+from krul_sglang.adapter.unsupported import UnsupportedSetupError
+from krul_sglang.config import KrulConfig
+from krul_sglang.engine.common import boundary_states
+from krul_sglang.engine.common.boundary_states import BoundaryStates, StateSlot
+from krul_sglang.engine.common.served_model import ServedModel
+from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun, LeaseFinder, find_boundaries
+from krul_sglang.engine.restore.load_batch import LoadBatch, LoadFailedError
+from krul_sglang.engine.restore.loading import LayerWaits, LayerWiseLoader
+from krul_sglang.engine.restore.state_loads import StateLoads
+from krul_sglang.engine.save.state_saving import StateSaver
+from krul_sglang.engine.save.turn import Turn
+from tests.support.engine_builders import PATIENCE_S
+from tests.support.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, PAGE_SIZE, Rig
+
+OLD, NEW, OTHER = torch.tensor([1]), torch.tensor([4]), torch.tensor([5])
+"""Slots of states: at the end of a turn, where it comes back, and of another prefix."""
+SETTINGS: dict[str, Any] = {"speculative_algorithm": None, "enable_streaming_session": False}
+
+
+def make_runner(conv: Sequence[tuple[int, ...]] = ((8, 2),), temporal: tuple[int, ...] = (2, 3, 4)) -> Any:
+    """SGLang's pool of states with random contents, two layers, in as much of a model runner as is read."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+
+    generator = torch.Generator().manual_seed(3)
+
+    def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(2, 8, *shape, generator=generator).to(dtype)
+
+    states = MambaPool.__new__(MambaPool)
+    states.size = 7
+    states.mamba_cache = MambaPool.State(
+        conv=[random(shape, torch.bfloat16) for shape in conv], temporal=random(temporal, torch.float32)
+    )
+    requests = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
+    requests.mamba_pool = states
+    return SimpleNamespace(req_to_token_pool=requests)
+
+
+class Hybrid:
+    """A rig whose model has recurrent layers, too."""
+
+    def __init__(self, **shapes: Any) -> None:
+        self.rig = Rig(PATIENCE_S)
+        self.runner = make_runner(**shapes)
+        self.cache = self.runner.req_to_token_pool.mamba_pool.mamba_cache
+        pool: Any = dataclasses.make_dataclass("Pool", ["is_latent"])(False)
+        states = open_states(self.runner, pool, ServedModel(self.rig.model), SETTINGS)
+        assert states is not None
+        self.states: BoundaryStates = states
+        self.saver = StateSaver(self.rig.store, states, self.rig.pool)
+        self.loader = LayerWiseLoader(
+            self.rig.store,
+            self.rig.pool,
+            TransferGate(),
+            PATIENCE_S,
+            states=StateLoads(self.rig.store, states),
+        )
+
+    def close(self) -> None:
+        self.loader.close()
+        self.rig.close()
+
+    def turn(self, num_pages: int = NUM_PAGES, keys: Sequence[str] | None = None, **fields: Any) -> Turn:
+        rig = self.rig
+        return Turn(
+            rig.page_keys[:num_pages] if keys is None else keys,
+            rig.token_ids[: num_pages * PAGE_SIZE],
+            torch.arange(num_pages * PAGE_SIZE),
+            model=rig.model,
+            ready=[],
+            state=self.states.copy(OLD),
+            **fields,
+        )
+
+    def save(self, turn: Turn, *, is_wanted: bool = True) -> None:
+        stream = self.states.pool.streams.new_stream()
+        self.saver.save(turn, stream, lambda: None, lambda: is_wanted)
+        self.saver.release(turn)
+
+    def boundaries(self, keys: Sequence[str] | None = None) -> list[int]:
+        keys = self.rig.page_keys if keys is None else keys
+        return find_boundaries(self.rig.store, self.states.identity, keys)
+
+    def start(self) -> tuple[int, LoadBatch]:
+        rig = self.rig
+        load = rig.load(torch.arange(30, 30 + NUM_TOKENS))
+        held = HeldLease(KeyRun.of(rig.page_keys), rig.page_keys, lambda: rig.token_ids, load.lease, 0.0)
+        load = dataclasses.replace(load, held=held, state=StateSlot(NEW))
+        index = self.loader.start({"r": load})
+        batch = self.loader.batch(index)
+        assert batch is not None
+        return index, batch
+
+    def has_equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two slots hold the same bits."""
+        parts = [part for part in (*self.cache.conv, self.cache.temporal) if part.numel()]
+        return all(
+            torch.equal(part[:, one].view(torch.uint8), part[:, other].view(torch.uint8)) for part in parts
+        )
+
+    def spoil(self) -> None:
+        """Change a byte of the stored state at the end of the conversation."""
+        rig = self.rig
+        lease = rig.store.lease(self.states.identity, rig.page_keys[-1:], rig.token_ids[-1:])
+        assert lease is not None
+        block = lease.slices[0].blocks[1]
+        block.flags.writeable = True
+        block[0] ^= 1
+        rig.store.release(lease)
+
+
+@pytest.fixture(params=[{}, {"temporal": (2, 3, 0)}], ids=["recurrent", "convolutions alone"])
+def hybrid(request: pytest.FixtureRequest) -> Iterator[Hybrid]:
+    hybrid = Hybrid(**request.param)
+    yield hybrid
+    hybrid.close()
+
+
+def test_a_state_comes_back_to_the_bit_before_the_last_layer(hybrid: Hybrid) -> None:
+    turn = hybrid.turn()
+    # SGLang gives the slot away before the copy is stored.
+    before = [part[:, OLD].clone() for part in (*hybrid.cache.conv, hybrid.cache.temporal)]
+    for part in (*hybrid.cache.conv, hybrid.cache.temporal):
+        part[:, OLD] = 0
+    hybrid.save(turn)
+    assert not hybrid.has_equal(OLD, NEW)
+    index, batch = hybrid.start()
+    batch.wait_layer(NUM_LAYERS - 1)
+    after = [part[:, NEW] for part in (*hybrid.cache.conv, hybrid.cache.temporal)]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert hybrid.loader.finish(index)
+    assert hybrid.rig.num_leases() == 0
+    counters = hybrid.states.counters
+    assert (counters.stored, counters.num_bytes, counters.restored) == (1, hybrid.states.num_bytes, 1)
+
+
+@pytest.mark.parametrize("is_spoiled", [True, False])
+def test_a_load_without_its_state_fails(hybrid: Hybrid, is_spoiled: bool) -> None:
+    if is_spoiled:
+        hybrid.save(hybrid.turn())
+        hybrid.spoil()
+    index, batch = hybrid.start()
+    with pytest.raises(LoadFailedError, match="loading failed"):
+        batch.wait_layer(NUM_LAYERS - 1)
+    assert not hybrid.loader.finish(index)
+    # What the state belongs to cannot be used without it.
+    assert batch.salvaged == {}
+    assert (hybrid.boundaries(), hybrid.rig.num_leases()) == ([], 0)
+    assert (hybrid.states.counters.failed_loads, hybrid.states.counters.restored) == (1, 0)
+
+
+def test_a_prefix_is_found_up_to_the_last_boundary(hybrid: Hybrid) -> None:
+    rig = hybrid.rig
+    finder = LeaseFinder(rig.store, rig.model, 0, states=hybrid.states)
+    assert finder.find(rig.page_keys, rig.token_ids, None) is None
+    hybrid.save(hybrid.turn(1))
+    held = finder.find(rig.page_keys, rig.token_ids, None)
+    assert held is not None
+    assert (held.num_pages(PAGE_SIZE), held.boundaries) == (1, [1])
+    assert held.run == KeyRun.of(rig.page_keys)
+    rig.store.release(held.lease)
+    hybrid.save(hybrid.turn())
+    held = finder.find(rig.page_keys, rig.token_ids, None)
+    assert held is not None
+    assert (held.num_pages(PAGE_SIZE), held.boundaries) == (2, [1, 2])
+    rig.store.release(held.lease)
+
+
+def test_a_boundary_without_its_kv_is_not_found(hybrid: Hybrid) -> None:
+    rig, keys = hybrid.rig, ["elsewhere-0", "elsewhere-1"]
+    hybrid.save(hybrid.turn(keys=keys))
+    assert hybrid.boundaries(keys) == [2]
+    finder = LeaseFinder(rig.store, rig.model, 0, states=hybrid.states)
+    assert finder.find(keys, rig.token_ids, None) is None
+    # The pages are there, but not as far as the boundary.
+    mixed = [rig.page_keys[0], keys[1]]
+    assert hybrid.boundaries(mixed) == [2]
+    assert finder.find(mixed, rig.token_ids, None) is None
+    assert rig.num_leases() == 0
+
+
+def test_what_is_dropped_or_revoked_is_not_stored(hybrid: Hybrid) -> None:
+    hybrid.save(hybrid.turn(hint=Hint(drop=True)))
+    hybrid.save(hybrid.turn(), is_wanted=False)
+    hybrid.save(dataclasses.replace(hybrid.turn(), state=None))
+    assert hybrid.boundaries() == []
+    assert hybrid.states.counters.dropped_turns == 2
+
+
+def test_others_do_not_find_it(hybrid: Hybrid) -> None:
+    hybrid.save(hybrid.turn())
+    renamed = dataclasses.replace(hybrid.rig.model, config_digest="other weights")
+    identity = hybrid.states.identity_for(renamed)
+    assert hybrid.rig.store.find_missing(identity, hybrid.rig.page_keys[-1:]) == [range(1)]
+
+
+def test_an_earlier_boundary_leaves_first_unless_it_is_shared(
+    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demoted: list[str] = []
+    advise = hybrid.rig.store.advise
+
+    def note(hint: Hint, **at: Any) -> int:
+        demoted.extend(at["page_keys"] if hint.demote else ())
+        return advise(hint, **at)
+
+    monkeypatch.setattr(hybrid.rig.store, "advise", note)
+    hybrid.save(hybrid.turn(1))
+    assert demoted == []
+    hybrid.save(hybrid.turn())
+    hybrid.save(hybrid.turn())
+    assert demoted == [hybrid.rig.page_keys[0]] * 2
+    demoted.clear()
+    hybrid.save(hybrid.turn(keys=[hybrid.rig.page_keys[0], "another turn"]))
+    assert demoted == []
+
+
+def test_few_copies_wait(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary_states, "MAX_WAITING_BYTES", hybrid.states.num_bytes)
+    assert hybrid.states.copy(OLD) is not None
+    hybrid.save(hybrid.turn())
+    assert (hybrid.boundaries(), hybrid.states.counters.dropped_turns) == ([], 1)
+    hybrid.states.release()
+    assert hybrid.states.copy(OLD) is not None
+
+
+def test_a_copy_without_memory_is_not_made(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(layer: int, slots: torch.Tensor) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hybrid.states.pool, "gather", fail)
+        assert hybrid.states.copy(OLD) is None
+    monkeypatch.setattr(boundary_states, "MAX_WAITING_BYTES", hybrid.states.num_bytes)
+    assert hybrid.states.copy(OLD) is not None
+
+
+def test_a_slot_is_reset_to_what_was_before(hybrid: Hybrid) -> None:
+    hybrid.states.reset(StateSlot(NEW, before=OTHER))
+    assert hybrid.has_equal(NEW, OTHER)
+    hybrid.states.reset(StateSlot(NEW))
+    assert not any(part[:, NEW].any() for part in (*hybrid.cache.conv, hybrid.cache.temporal))
+    assert hybrid.cache.conv[0][:, OTHER].any()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "settings", "message"),
+    [
+        ({"conv": ((8, 2), (4, 2), (4, 2))}, {}, "4 parts"),
+        ({}, {"speculative_algorithm": "NGRAM"}, "speculative_algorithm"),
+        ({}, {"enable_streaming_session": True}, "enable_streaming_session"),
+    ],
+)
+def test_other_states_and_settings_are_refused(
+    shapes: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    rig = Rig(PATIENCE_S)
+    pool: Any = dataclasses.make_dataclass("Pool", ["is_latent"])(False)
+    with pytest.raises(UnsupportedSetupError, match=message):
+        open_states(make_runner(**shapes), pool, ServedModel(rig.model), SETTINGS | settings)
+    rig.close()
+
+
+def test_token_ids_are_those_of_the_boundary(hybrid: Hybrid) -> None:
+    """A key that another conversation had by chance is not enough."""
+    hybrid.save(hybrid.turn())
+    wrong = np.array([9999], dtype=np.int32)
+    assert hybrid.rig.store.lease(hybrid.states.identity, hybrid.rig.page_keys[-1:], wrong) is None
+
+
+def test_a_strategy_that_looks_at_attention_is_refused() -> None:
+    runner = make_runner()
+    runner.token_to_kv_pool = None
+    with pytest.raises(UnsupportedSetupError, match="a Mamba or hybrid model and a strategy"):
+        attach_turn_capture(runner, KrulConfig(strategy="krul"))
+
+
+def test_the_pool_of_the_layers_with_attention_is_opened() -> None:
+    """By their places among these layers; SGLang numbers them among all, also those with scales of fp8."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    of_engine = HybridLinearKVPool(
+        size=15,
+        dtype=torch.float8_e4m3fn,
+        page_size=1,
+        head_num=2,
+        head_dim=16,
+        full_attention_layer_ids=[1, 3],
+        device="cpu",
+        mamba_pool=make_runner().req_to_token_pool.mamba_pool,
+    )
+    modules = [
+        SimpleNamespace(
+            layer_id=layer, k_scale=scale, v_scale=scale, k_scale_float=scale, v_scale_float=scale
+        )
+        for layer, scale in ((1, 0.5), (3, 2.0))
+    ]
+    pool = open_pool(of_engine, modules, ("fa3",))
+    assert (pool.num_layers, tuple(pool.layer_ids)) == (2, (1, 3))
+    k = torch.full((1, 2, 16), 4.0)
+    for layer, scale in ((0, 0.5), (1, 2.0)):
+        pool.write(layer, OLD, k, k)
+        assert pool.buffers(layer)[0].data_ptr() == of_engine.full_kv_pool.k_buffer[layer].data_ptr()
+        assert torch.equal(pool.elements(layer, OLD, torch.float32).k, k / scale)
+
+
+def test_a_forward_waits_by_the_engines_numbers_of_layers() -> None:
+    waits = LayerWaits(2, (1, 3))
+    asked: list[int] = []
+    batch: Any = SimpleNamespace(wait_layer=asked.append)
+    waits.batches[0] = batch
+    waits.set_consumer(0)
+    waits.wait_until(1)
+    waits.wait_until(3)
+    assert asked == [0, 1]
