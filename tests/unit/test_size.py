@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 46_603),
+    "product": (PRODUCT, 46_625),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_000),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
@@ -25,10 +25,10 @@ LIMITS = {
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        15_886,
+        15_908,
     ),
-    "benchmarks": (("benchmarks",), 9_877),
-    "tests": (("tests",), 58_606),
+    "benchmarks": (("benchmarks",), 9_878),
+    "tests": (("tests",), 58_660),
     "tests/support": (("tests/support",), 5_687),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

@@ -97,6 +97,7 @@ class Catalog:
         # Records that left, with their entries and the number of pages that were found by them.
         self._gone: dict[int, tuple[Entry, int]] = {}
         self._lost_files: set[int] = set()
+        self._punched: list[int] = []
         self._uses: dict[int, int] = {}
         self._last_use = 0
         self._state = State({})
@@ -280,7 +281,7 @@ class Catalog:
         """Put what has changed into the index, durably. Called by the writer, without the lock.
 
         ``punched``: places of dead records that are durably gone. ``supersedes``: new segments take the place
-        of those all of whose pages they have. ``is_last``: uses are not kept for a later commit.
+        of those all of whose pages they have. ``is_last``: nothing is kept for a later commit.
 
         Raises:
             OSError: it could not be written. It waits for the next commit.
@@ -288,8 +289,10 @@ class Catalog:
         with self._lock:
             added, gone = list(self._added), dict(self._gone)
             uses = dict(self._uses) if is_last or len(self._uses) >= _MAX_USES else {}
-            lost, punched = set(self._lost_files), list(punched)
-            if not (added or gone or lost or punched or uses or is_last):
+            self._punched += punched
+            lost, forgotten = set(self._lost_files), list(self._punched)
+            # It does no harm if what is a hole already is made one once more after a crash.
+            if not (added or gone or lost or uses or is_last or len(forgotten) >= _MAX_USES):
                 return
             files = dict(self._files)
             live = {number: live_bytes for number, (*_, live_bytes) in self._state.files.items()}
@@ -331,7 +334,7 @@ class Catalog:
                     dead[place] = segment.record.num_bytes
             for place, used_at in uses.items():
                 change.use(place, used_at, usual_pause_s)
-            for place in punched:
+            for place in forgotten:
                 change.forget_dead(place)
             state = state._replace(
                 files={
@@ -350,7 +353,7 @@ class Catalog:
             change.save_state(state)
         with self._lock:
             self._state = state
-            del self._added[: len(added)]
+            del self._added[: len(added)], self._punched[: len(forgotten)]
             self._lost_files -= lost
             for place in gone:
                 del self._gone[place]

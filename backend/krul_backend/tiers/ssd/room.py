@@ -20,7 +20,7 @@ _MAX_REMOVED = 1024
 MAX_FILES = 256
 """As each of them is open; a file stays as long as one record in it is used."""
 
-_STEP_SHARE = 256
+_STEP_SHARE = 64
 """Of the capacity: so much is evicted at once, as each time the index is synced."""
 
 
