@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import random
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,13 +26,14 @@ from benchmarks.tiers.segments import make_manifest, make_model, page_keys, toke
 from krul_backend.tiers.common.eviction import UNKNOWN_PAUSE_S
 from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.record import (
+    RECORD_ALIGN,
     SegmentRecord,
     encode_metadata,
     encode_segment,
     no_checksums,
 )
 from krul_backend.tiers.ssd.disk import Disk
-from krul_backend.tiers.ssd.index import Entry, SegmentIndex, digest_of, place_of
+from krul_backend.tiers.ssd.index import Entry, SegmentIndex, digest_of
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES, format_directory
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
@@ -43,6 +43,7 @@ _PAGE_BYTES = 128 * KIB
 """Of a page of 16 tokens: an eighth of what bf16 takes in a model of 8B."""
 _MAX_PAGES = 64
 _TIMES_THE_CAP = 4
+_NUM_TOGETHER = 16
 _TIMEOUT_S = 60.0
 
 _PAGES = 8
@@ -73,12 +74,12 @@ def space_rows(folder: Path, capacity_bytes: int, seed: int) -> list[dict[str, A
         blocks = [noise[layer * block_bytes : (layer + 1) * block_bytes] for layer in range(_NUM_LAYERS)]
         manifest = make_manifest(model, number, 0, num_pages, (block_bytes,) * _NUM_LAYERS)
         is_taken = tier.put(manifest, blocks, block_checksums(blocks), lambda: None)
-        if not (is_taken and tier.flush(_TIMEOUT_S)):
+        # As a busy daemon writes them: several together.
+        if not is_taken or (number % _NUM_TOGETHER == 0 and not tier.flush(_TIMEOUT_S)):
             raise TiersBenchmarkError("the SSD tier did not take a segment")
         stored.append((number, num_pages))
         stored_bytes += manifest.num_bytes
-        if not tier.stats().evicted_segments:
-            full_bytes = tier.stats().used_bytes
+        full_bytes = max(full_bytes, tier.stats().used_bytes)
         # A tenth of all conversations come back, most of them soon.
         again, num_again = stored[-1 - min(int(rng.expovariate(1 / 50)) * 10, number)]
         for run in tier.match(model, page_keys(again, 0, num_again), token_ids(0, num_again), 0):
@@ -90,7 +91,7 @@ def space_rows(folder: Path, capacity_bytes: int, seed: int) -> list[dict[str, A
     written_bytes = _written_bytes() - written_before
     return [
         _at_most("bytes written per byte stored", written_bytes / stored_bytes, 1.02),
-        _at_least("share of the cap in use when eviction begins", full_bytes / capacity_bytes, 0.97),
+        _at_least("share of the cap in use, at most", full_bytes / capacity_bytes, 0.97),
     ]
 
 
@@ -110,7 +111,7 @@ def index_rows(folder: Path, num_segments: int) -> list[dict[str, Any]]:
     record = SegmentRecord.of(shape, checksums, metadata)
     capacity_bytes = 2 * num_segments * record.num_bytes
     SsdTier(folder / "ssd", capacity_bytes).close()
-    _fill(format_directory(folder / "ssd"), num_segments, record)
+    _fill(format_directory(folder / "ssd"), capacity_bytes, num_segments, record)
     evict(folder)
     with get_context("spawn").Pool(1) as pool:
         ready_s, per_s, memory_bytes = pool.apply(_open_and_look_up, (folder, capacity_bytes, num_segments))
@@ -121,30 +122,15 @@ def index_rows(folder: Path, num_segments: int) -> list[dict[str, Any]]:
     ]
 
 
-def _fill(directory: Path, num_segments: int, record: SegmentRecord) -> None:
+def _fill(directory: Path, capacity_bytes: int, num_segments: int, record: SegmentRecord) -> None:
     """Write the tables of the index, each in its order, log files that are all hole, and every so manieth
     header."""
-    index = SegmentIndex(directory, 0)
+    index = SegmentIndex(directory, capacity_bytes)
     state = index.load_state()
     assert state is not None, "the tier has saved its state when it was closed"
     per_file = -(-num_segments // _NUM_FILES)
     end = FILE_HEADER_NUM_BYTES + per_file * record.num_bytes
-    digests = np.empty((num_segments * _PAGES, 2), dtype=">u8")
     files = {}
-    like = Entry.of(record, 0, UNKNOWN_PAUSE_S)
-    fingerprint = record.manifest.model.fingerprint
-
-    def places() -> Iterator[int]:
-        for number in range(num_segments):
-            at = FILE_HEADER_NUM_BYTES + number % per_file * record.num_bytes
-            yield place_of(1 + number // per_file, at)
-
-    def entries() -> Iterator[tuple[bytes, bytes]]:
-        for number, place in enumerate(places()):
-            pages = b"".join(digest_of(fingerprint, key) for key in page_keys(number, 0, _PAGES))
-            digests[number * _PAGES : (number + 1) * _PAGES] = np.frombuffer(pages, ">u8").reshape(-1, 2)
-            yield place.to_bytes(8, "big"), like._replace(used_at=number + 1, pages=pages).encode()
-
     for number in range(1, _NUM_FILES + 1):
         file = LogFile.create(Disk(), directory, number)
         with file.path.open("r+b") as log:
@@ -158,23 +144,34 @@ def _fill(directory: Path, num_segments: int, record: SegmentRecord) -> None:
             log.truncate(end)
         files[number] = (file.file_id, end, per_file * record.num_bytes)
         file.close()
+    numbers = np.arange(num_segments)
+    blocks = (FILE_HEADER_NUM_BYTES + numbers % per_file * record.num_bytes) // RECORD_ALIGN
+    places = ((1 + numbers // per_file << 32) + blocks).astype(">u8")
+    digests = bytearray()
+    like = Entry.of(record, 0, UNKNOWN_PAUSE_S)
+    fingerprint = record.manifest.model.fingerprint
+
+    def entries() -> Iterator[bytes]:
+        for number in range(num_segments):
+            pages = b"".join(digest_of(fingerprint, key) for key in page_keys(number, 0, _PAGES))
+            digests.extend(pages)
+            yield like._replace(used_at=number + 1, pages=pages).encode()
+
     with index.changing() as change:
 
-        def fill(name: str, rows: Iterator[tuple[bytes, bytes]]) -> None:
+        def fill(name: str, keys: Iterable[bytes], values: Iterable[bytes]) -> None:
             # Each table in its order, as nothing else is as fast.
-            change._txn.cursor(getattr(change, f"_{name}")).putmulti(rows, append=True)
+            change._txn.cursor(getattr(change, f"_{name}")).putmulti(
+                zip(keys, values, strict=True), append=True
+            )
 
-        fill("segments", entries())
-        fill("order", ((at.to_bytes(8, "big"), p.to_bytes(8, "big")) for at, p in enumerate(places(), 1)))
-        order = np.argsort(digests[:, 0], kind="stable")
-        where = np.fromiter(places(), np.uint64, num_segments)
-        fill(
-            "pages",
-            (
-                (digests[at].tobytes(), struct.pack(">QI", where[at // _PAGES], at % _PAGES))
-                for at in order.tolist()
-            ),
-        )
+        fill("segments", _parts(places.tobytes(), 8), entries())
+        fill("order", _parts((numbers + 1).astype(">u8").tobytes(), 8), _parts(places.tobytes(), 8))
+        keys = np.frombuffer(digests, ">u8").reshape(-1, 2)
+        order = np.argsort(keys[:, 0].astype(np.uint64), kind="stable")
+        found = np.empty(len(order), [("place", ">u8"), ("page", ">u4")])
+        found["place"], found["page"] = places[order // _PAGES], order % _PAGES
+        fill("pages", _parts(keys[order].tobytes(), 16), _parts(found.tobytes(), 12))
         change.save_state(
             state._replace(
                 files=files,
@@ -184,6 +181,10 @@ def _fill(directory: Path, num_segments: int, record: SegmentRecord) -> None:
             )
         )
     index.close()
+
+
+def _parts(data: bytes, num_bytes: int) -> Iterator[bytes]:
+    return (data[at : at + num_bytes] for at in range(0, len(data), num_bytes))
 
 
 def _open_and_look_up(folder: Path, capacity_bytes: int, num_segments: int) -> tuple[float, float, int]:

@@ -19,7 +19,7 @@ def test_the_cap_is_filled_and_what_is_in_the_index_is_found(
     # The index of a small tier is much of it.
     assert written < 1.5
     assert min(ready_s, memory_gb, per_s) > 0
-    assert "| share of the cap in use when eviction begins |" in scale_table(result, None)
+    assert "| share of the cap in use, at most |" in scale_table(result, None)
     assert list(tmp_path.iterdir()) == []
 
 

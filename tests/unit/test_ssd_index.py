@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import lmdb
 import pytest
 
+from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.ssd.index import IndexChange, SegmentIndex
 from krul_backend.tiers.ssd.own_files import INDEX_FILES, format_directory
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import FaultyDisk, disk_bytes, has, open_tier, put
-from tests.support.store_builders import make_manifest, make_model
+from tests.support.store_builders import Clock, make_manifest, make_model
 
 SIZES = (9000, 5000)
 NUM_PUT = 65
@@ -225,4 +227,55 @@ def test_the_order_of_uses_outlives_the_process(tmp_path: Path) -> None:
         if not has(tier, "c1", seed=1):
             break
     assert has(tier, "c0", seed=0), "it was used after c1"
+    tier.close()
+
+
+def test_an_index_that_turns_out_to_be_damaged_is_made_again_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, "a", seed=1)
+
+    def fail(*_: object) -> None:
+        raise lmdb.CorruptedError("injected")
+
+    with monkeypatch.context() as damaged:
+        damaged.setattr(SegmentIndex, "pages", fail)
+        assert not has(tier, "a")
+    assert tier.stats().is_suspended
+    tier.close()
+    assert not (format_directory(tmp_path) / "index").exists()
+    tier = open_tier(tmp_path)
+    assert has(tier, "a", seed=1)
+    tier.close()
+
+
+@pytest.mark.parametrize("error", [lmdb.MapFullError("injected"), lmdb.DiskError("injected")])
+def test_what_the_index_could_not_take_is_found_after_its_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: lmdb.Error
+) -> None:
+    clock = Clock()
+    tier = open_tier(tmp_path, clock=clock)
+    put(tier, "a", seed=1)
+
+    @contextmanager
+    def fail(index: SegmentIndex) -> Iterator[IndexChange]:
+        raise error
+        yield
+
+    with monkeypatch.context() as failing:
+        failing.setattr(SegmentIndex, "changing", fail)
+        put(tier, "b", seed=2)
+    stats = tier.stats()
+    assert (stats.failed_writes, stats.is_suspended) == (1, isinstance(error, lmdb.DiskError))
+    clock.now_s += FIRST_PAUSE_S
+    assert not has(tier, "b")
+    put(tier, "c", seed=3)
+    for _ in range(2):
+        assert has(tier, "a", seed=1)
+        assert has(tier, "b", seed=2)
+        assert has(tier, "c", seed=3)
+        assert tier.stats().used_bytes == disk_bytes(tmp_path)
+        tier.close()
+        tier = open_tier(tmp_path)
     tier.close()

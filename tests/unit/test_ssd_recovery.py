@@ -445,13 +445,14 @@ def test_foreign_files_and_links_in_the_tiers_own_directory_are_left_alone(
     assert (elsewhere / "00000001.log").read_bytes() == linked
 
 
-def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["lock", "index", "index-lock"])
+def test_a_link_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
     open_tier(tmp_path).close()
     (own,) = tmp_path.iterdir()
     target = tmp_path / "target"
     target.write_bytes(b"somebody's")
-    (own / "lock").unlink()
-    (own / "lock").symlink_to(target)
-    with pytest.raises(DaemonError, match="cannot use"):
+    (own / name).unlink()
+    (own / name).symlink_to(target)
+    with pytest.raises(DaemonError, match=r"cannot use|symbolic link"):
         open_tier(tmp_path)
     assert target.read_bytes() == b"somebody's"

@@ -1,9 +1,8 @@
-"""The segments of the SSD tier, how they are found and evicted, and the state that reads and writes share."""
+"""The segments of the SSD tier, how they are found and evicted."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import random
 import threading
@@ -11,10 +10,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import merge
 from itertools import chain, islice
-from typing import Any
 from weakref import WeakValueDictionary
 
 import lmdb
@@ -22,12 +20,9 @@ import lmdb
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.eviction import NUM_OLDEST, NUM_SAMPLED, UNKNOWN_PAUSE_S, usual_pause_s, worth
 from krul_backend.tiers.common.interface import Checksums
-from krul_backend.tiers.common.lower_tier import Suspension, TierCounters
 from krul_backend.tiers.common.record import SegmentRecord
 from krul_backend.tiers.ssd.index import Entry, SegmentIndex, State, digest_of, file_number_of, place_of
 from krul_backend.tiers.ssd.log_file import LogFile
-
-logger = logging.getLogger(__name__)
 
 _MAX_KEPT = 256
 """So many records that were found lately are kept in memory, a header each."""
@@ -102,6 +97,7 @@ class Catalog:
         # Records that left, with their entries and the number of pages that were found by them.
         self._gone: dict[int, tuple[Entry, int]] = {}
         self._lost_files: set[int] = set()
+        self._punched: list[int] = []
         self._uses: dict[int, int] = {}
         self._last_use = 0
         self._state = State({})
@@ -285,7 +281,7 @@ class Catalog:
         """Put what has changed into the index, durably. Called by the writer, without the lock.
 
         ``punched``: places of dead records that are durably gone. ``supersedes``: new segments take the place
-        of those all of whose pages they have. ``is_last``: uses are not kept for a later commit.
+        of those all of whose pages they have. ``is_last``: nothing is kept for a later commit.
 
         Raises:
             OSError: it could not be written. It waits for the next commit.
@@ -293,8 +289,10 @@ class Catalog:
         with self._lock:
             added, gone = list(self._added), dict(self._gone)
             uses = dict(self._uses) if is_last or len(self._uses) >= _MAX_USES else {}
-            lost, punched = set(self._lost_files), list(punched)
-            if not (added or gone or lost or punched or uses or is_last):
+            self._punched += punched
+            lost, forgotten = set(self._lost_files), list(self._punched)
+            # It does no harm if what is a hole already is made one once more after a crash.
+            if not (added or gone or lost or uses or is_last or len(forgotten) >= _MAX_USES):
                 return
             files = dict(self._files)
             live = {number: live_bytes for number, (*_, live_bytes) in self._state.files.items()}
@@ -336,7 +334,7 @@ class Catalog:
                     dead[place] = segment.record.num_bytes
             for place, used_at in uses.items():
                 change.use(place, used_at, usual_pause_s)
-            for place in punched:
+            for place in forgotten:
                 change.forget_dead(place)
             state = state._replace(
                 files={
@@ -355,7 +353,7 @@ class Catalog:
             change.save_state(state)
         with self._lock:
             self._state = state
-            del self._added[: len(added)]
+            del self._added[: len(added)], self._punched[: len(forgotten)]
             self._lost_files -= lost
             for place in gone:
                 del self._gone[place]
@@ -397,78 +395,3 @@ def medium_errors() -> Iterator[None]:
     except lmdb.Error as error:
         is_full = isinstance(error, lmdb.MapFullError) or os.strerror(errno.ENOSPC) in str(error)
         raise OSError(errno.ENOSPC if is_full else errno.EIO, f"the index: {error}") from error
-
-
-@dataclass(eq=False)
-class TierState:
-    """The tier's lock and what it guards: ``catalog`` and the bookkeeping of files; and its counters.
-
-    The lock is never held during I/O.
-
-    While ``suspension`` is active nothing is read or written; while ``fullness`` is, nothing is written.
-
-    ``pending_clears``: an event for each clear that is not noted on the disk yet, by the model's fingerprint
-    (None: of all models); set when the writer has tried. ``is_given_up``: it could not be noted, so nothing
-    is read or written any more.
-
-    ``wake`` tells the writer that a segment has died; ``given_back`` is notified when it has seen to that.
-
-    ``is_opening``: what lies on the disk is being read. Until then ``catalog`` has some of it, and nothing of
-    it may be found.
-    """
-
-    lock: threading.Lock
-    catalog: Catalog
-    suspension: Suspension
-    fullness: Suspension
-    given_back: threading.Condition = field(init=False)
-    counters: TierCounters = field(default_factory=TierCounters)
-    pending_clears: dict[str | None, threading.Event] = field(default_factory=dict)
-    is_given_up: bool = False
-    wake: Callable[[], None] = lambda: None
-    is_opening: bool = True
-    is_closed: bool = False
-
-    def __post_init__(self) -> None:
-        self.given_back = threading.Condition(self.lock)
-
-    @property
-    def is_suspended(self) -> bool:
-        return self.is_given_up or self.suspension.is_active
-
-    @property
-    def is_usable(self) -> bool:
-        return not self.is_closed and not self.is_suspended
-
-    @property
-    def is_findable(self) -> bool:
-        """Whether lookups are answered from the catalog."""
-        return self.is_usable and not self.is_opening
-
-    @property
-    def is_writable(self) -> bool:
-        return self.is_usable and not self.fullness.is_active
-
-    def num_stored(self) -> dict[str, Any]:
-        """What can be found, under the names of ``TierStats``."""
-        names = ("num_segments", "num_pages", "stored_bytes")
-        return {name: 0 if self.is_given_up else getattr(self.catalog, name) for name in names}
-
-    def is_being_cleared(self, model: ModelIdentity) -> bool:
-        return None in self.pending_clears or model.fingerprint in self.pending_clears
-
-    def failed(self, cause: str, error: OSError) -> None:
-        """Note a failure of something other than a read. A full file system only stops writing."""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            self.fullness.failed("file system full", error)
-        else:
-            self.suspension.failed(cause, error)
-
-    def quarantine(self, place: int, reason: object) -> None:
-        """Take a segment with wrong bytes out of the catalog, unless it has left already."""
-        with self.lock:
-            if not self.catalog.remove(place):
-                return
-            self.counters.add(corrupted_segments=1)
-        self.wake()
-        logger.error("segment %d on the SSD is damaged and was taken out: %s", place, reason)

@@ -19,7 +19,7 @@ import xxhash
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.common.record import RECORD_ALIGN, SegmentRecord
 from krul_backend.tiers.ssd.disk import Disk
-from krul_backend.tiers.ssd.own_files import INDEX_NAME, remove_index
+from krul_backend.tiers.ssd.own_files import INDEX_FILES, INDEX_NAME, remove_index
 
 logger = logging.getLogger(__name__)
 
@@ -232,8 +232,13 @@ def open_index(disk: Disk, directory: Path, capacity_bytes: int) -> SegmentIndex
     """Open the index of a directory; a new, empty one if there is none, or none that can be opened.
 
     Raises:
-        DaemonError: no file can be made there.
+        DaemonError: no file can be made there, or a link lies in its place.
     """
+    for name in INDEX_FILES:
+        if (directory / name).is_symlink():
+            raise DaemonError(
+                f"{directory / name} is a symbolic link, which may point to somebody's file: remove it"
+            )
     try:
         index = SegmentIndex(directory, capacity_bytes)
         index.load_state()

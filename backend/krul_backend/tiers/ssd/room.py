@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import islice
 
-from krul_backend.tiers.ssd.catalog import TierState
 from krul_backend.tiers.ssd.index import Entry, file_number_of, offset_of
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES
 from krul_backend.tiers.ssd.recovery import ClearFile
+from krul_backend.tiers.ssd.tier_state import TierState
 
 MAX_EVICTED = 128
 """The most segments that are evicted in one hold of the tier's lock."""
@@ -20,7 +20,7 @@ _MAX_REMOVED = 1024
 MAX_FILES = 256
 """As each of them is open; a file stays as long as one record in it is used."""
 
-_STEP_SHARE = 256
+_STEP_SHARE = 64
 """Of the capacity: so much is evicted at once, as each time the index is synced."""
 
 

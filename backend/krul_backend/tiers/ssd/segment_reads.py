@@ -20,12 +20,13 @@ from krul_backend.tiers.common.lower_tier import MeasuredCost, TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 from krul_backend.tiers.common.record import RECORD_ALIGN, aligned, decode_header
-from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
+from krul_backend.tiers.ssd.catalog import SsdSegment
 from krul_backend.tiers.ssd.disk import Disk, open_for_reading, write_all
 from krul_backend.tiers.ssd.index import file_number_of, offset_of
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.reader import NUM_THREADS, FileRange, PieceReader
+from krul_backend.tiers.ssd.tier_state import TierState
 
 PROBE_NUM_BYTES = 32 << 20
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.lower_tier import QueuedSegment, WriteQueue
 from krul_backend.tiers.common.record import SegmentRecord, segment_num_bytes
-from krul_backend.tiers.ssd.catalog import SsdSegment, TierState
+from krul_backend.tiers.ssd.catalog import SsdSegment
 from krul_backend.tiers.ssd.index import file_number_of
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import GROUP_NUM_BYTES, LogWriter
 from krul_backend.tiers.ssd.recovery import ClearFile
 from krul_backend.tiers.ssd.room import Room
+from krul_backend.tiers.ssd.tier_state import TierState
 
 logger = logging.getLogger(__name__)
 

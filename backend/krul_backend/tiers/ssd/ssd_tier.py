@@ -19,7 +19,7 @@ from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspe
 from krul_backend.tiers.common.page_index import PageRun, missing_runs, num_equal_keys, num_equal_pages
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 from krul_backend.tiers.common.record import RECORD_ALIGN, SegmentRecord, encode_metadata, no_checksums
-from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, TierState, medium_errors
+from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, medium_errors
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.index import Entry, State, file_number_of, open_index, place_of
 from krul_backend.tiers.ssd.log_file import LogFile
@@ -36,6 +36,7 @@ from krul_backend.tiers.ssd.recovery import IndexOutdatedError, Recovered, Recov
 from krul_backend.tiers.ssd.room import Room
 from krul_backend.tiers.ssd.segment_reads import MAX_READS_AT_ONCE, PROBE_NUM_BYTES, SegmentReads
 from krul_backend.tiers.ssd.segment_writes import SegmentWrites
+from krul_backend.tiers.ssd.tier_state import TierState
 
 logger = logging.getLogger(__name__)
 
