@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.codec.subspace.restore import GroupTarget, begin_group
+from krul_backend.codec.subspace.restore import GroupTarget, begin_groups, in_waves
 from krul_backend.codec.unit_restore import NativeTail, NativeTails, restore_layer
 from krul_backend.codec.units import UnitDecoder, UnitPlan
 from krul_backend.memory import is_out_of_memory
@@ -268,10 +269,14 @@ class CostCalibration:
         ]
 
         def restore() -> None:
-            for group, (of_group, block) in enumerate(zip(decoder.stored_as.groups, on_host, strict=True)):
-                tail = decoder.tail(group, block, 0, num_tokens)
-                target = GroupTarget(tail, [0] * len(of_group), slots)
-                begin_group([target], device).write([buffers[layer] for layer in of_group])
+            numbered = enumerate(zip(decoder.stored_as.groups, on_host, strict=True))
+            targets = [
+                [GroupTarget(decoder.tail(group, block, 0, num_tokens), [0] * len(of_group), slots)]
+                for group, (of_group, block) in numbered
+            ]
+            begun = chain.from_iterable(begin_groups(wave, device) for wave in in_waves(targets))
+            for of_group, group in zip(decoder.stored_as.groups, begun, strict=True):
+                group.write([buffers[layer] for layer in of_group])
 
         seconds = min(timed(device, restore) for _ in range(_REPEATS))
         return [block.numel() for block in on_host], seconds

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from krul_backend.codec.subspace.restore import MOST_WAVE_BYTES
 from krul_backend.errors import ConfigError
 from krul_backend.planner import (
     ComputeCost,
@@ -39,6 +40,8 @@ CODED_SHARE = 0.25
 """Assumed: coefficients of a group, as a share of its channels."""
 COEFFICIENT_S = 1e-6
 """Assumed: four dependent reads of memory for each coefficient; tokens are decoded side by side."""
+MOST_WAVE_GROUPS = 8
+"""Groups that are decoded side by side: as many as are checked ahead of the copies."""
 PRODUCT_SHARE = 0.2
 """Assumed: share of the peak that the products of coefficients and bases reach."""
 PAGE_SIZE = 16
@@ -190,7 +193,7 @@ class Steps:
     group_s: float
 
 
-COUNTED = Steps(1.1e-5, 2.7e-5)
+COUNTED = Steps(1.1e-5, 1.8e-5)
 """For Llama-3-8B, from the launches and waits that ``benchmarks.launches`` has counted."""
 
 
@@ -245,7 +248,8 @@ def _write_s(model: Model, gpu: Gpu) -> float:
 def _in_bases(
     model: Model, gpu: Gpu, link: Link, history_tokens: int, ratio: float
 ) -> tuple[StoredRun, float]:
-    """The history in bases, and the seconds for which a group's coder runs, whatever the number of tokens.
+    """The history in bases, and the seconds of the coder for each group, whatever the number of tokens: those
+    of a wave are decoded side by side.
 
     A group's block comes with its first layer, and is decoded for all of them.
     """
@@ -257,7 +261,9 @@ def _in_bases(
         coefficients = CODED_SHARE * channels * (end - first)
         product_s = 2 * coefficients * channels / (PRODUCT_SHARE * gpu.peak_flops)
         sizes[first] = (end - first) * model.layer_channels * ELEMENT_BYTES / ratio
-        coder_s = max(coder_s, coefficients * COEFFICIENT_S)
+        decoded_bytes = history_tokens * (ELEMENT_BYTES * coefficients + sizes[first] / model.num_gpus)
+        num_together = min(MOST_WAVE_GROUPS, max(1, int(MOST_WAVE_BYTES // decoded_bytes)))
+        coder_s = max(coder_s, coefficients * COEFFICIENT_S / num_together)
         for layer in range(first, end):
             decode_s[layer] = product_s / (end - first) + _write_s(model, gpu)
             last_use[layer] = end - 1 if layer == first else layer

@@ -17,7 +17,7 @@ import torch
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.pairs.units import can_fuse
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_backend.codec.subspace.restore import GroupTarget, begin_group
+from krul_backend.codec.subspace.restore import GroupTarget, begin_groups
 from krul_backend.codec.unit import NativeLayer
 from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.device import Device
@@ -28,7 +28,7 @@ from krul_sglang.cli.machine import available_bytes, gather
 from krul_sglang.config import KrulConfig
 from tests.gpu.stage import LeftOut, Setting, Stage
 from tests.support.codec_builders import rotary_table
-from tests.support.group_restore_cases import GroupCase, check_group, check_groups, encode_drawn
+from tests.support.group_restore_cases import GroupCase, check_group, check_groups, check_wave, encode_drawn
 from tests.support.restore_oracle import RestoreCase, check_restored, encode_case
 from tests.support.subspace_builders import make_bases
 
@@ -130,13 +130,14 @@ def groups_equal_the_reference(setting: Setting) -> dict[str, int]:
     ]
     cases = cases[::11] if setting.is_dry else cases
     for case in cases:
-        check_group(case, begin_group, setting.on_device)
+        check_group(case, begin_groups, setting.on_device)
     # A conversation of many turns.
     turns = [
         replace(cases[0], rank=90, num_tokens=10 + 37 * number, start_token=1000 * number, head_tokens=number)
         for number in range(3 if setting.is_dry else 30)
     ]
-    check_groups(turns, begin_group, setting.on_device)
+    check_groups(turns, begin_groups, setting.on_device)
+    check_wave([turns, cases[:1], turns[:2]], begin_groups, setting.on_device)
     return {"cases": len(cases), "segments together": len(turns)}
 
 
@@ -165,7 +166,9 @@ def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
             GroupTarget(tail, [0] * layers_of_group, of_segment)
             for of_segment in torch.split(slots, num_tokens)
         ]
-        coder_s = _seconds(device, begin_group, targets, device)
+        coder_s = _seconds(device, begin_groups, [targets], device)
+        # Eight groups that are decoded together.
+        wave_s = _seconds(device, begin_groups, 8 * [targets], device)
         seconds = _seconds(device, _restore_group, targets, device, buffers)
         num_bytes = sum(buffer.nbytes for of_layer in buffers for buffer in of_layer)
         rows.append(
@@ -174,6 +177,7 @@ def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
                 "tokens": num_tokens,
                 "ratio": round(num_bytes / num_segments / block.nbytes, 1),
                 "upload_and_coder_us": round(coder_s * 1e6, 1),
+                "of_eight_groups_us": round(wave_s * 1e6, 1),
                 "us": round(seconds * 1e6, 1),
                 "gbs": round(num_bytes / seconds / 1e9, 1),
             }
@@ -188,7 +192,7 @@ def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
 def _restore_group(
     targets: Sequence[GroupTarget], device: Device, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    begin_group(targets, device).write(buffers)
+    begin_groups([targets], device)[0].write(buffers)
 
 
 def kernel_bandwidth(setting: Setting) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ from krul_backend.device import Device
 from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import make_bases, make_layers
 
-Begin = Callable[[Sequence[GroupTarget], Device], GroupRestore]
-"""As ``begin_group``."""
+Begin = Callable[[Sequence[Sequence[GroupTarget]], Device], Sequence[GroupRestore]]
+"""As ``begin_groups``."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 0.01}
 """Of the largest element: sums in another order, coefficients in bf16, and rounding to the pool's type.
@@ -59,41 +59,68 @@ def check_group(case: GroupCase, begin: Begin, device: Device, num_layers: int =
 def check_groups(cases: Sequence[GroupCase], begin: Begin, device: Device, num_layers: int = 2) -> None:
     """Decode and write a group of random KV of several segments into random slots; compare all slots of all
     layers. The cases have the same bases."""
-    shape = cases[0].shape
-    encoded = [encode_case(case, device, num_layers) for case in cases]
-    ends = [case.num_tokens if case.end_token is None else case.end_token for case in cases]
-    sizes = [end - case.first_token for case, end in zip(cases, ends, strict=True)]
-    num_slots = sum(sizes) + 9
-    generator = torch.Generator().manual_seed(num_slots)
-    slots = torch.split(torch.randperm(num_slots, generator=generator), [*sizes, 9])[:-1]
-    k_size, v_size = ((num_slots, shape.num_kv_heads, dim) for dim in (shape.k_head_dim, shape.v_head_dim))
-    options: dict[str, Any] = {"dtype": shape.dtype, "device": device.torch_device}
-    buffers = [
-        (torch.full(k_size, 7.0, **options), torch.full(v_size, 7.0, **options)) for _ in range(num_layers)
-    ]
-    targets, expected = [], []
-    for case, (decoder, block, _), end, of_case in zip(cases, encoded, ends, slots, strict=True):
-        tail_bytes = block[decoder.tail_start(0, case.first_token) :].cpu()
-        host = device.host_empty(tail_bytes.shape, torch.uint8).copy_(tail_bytes)
-        firsts = [min(end, case.first_token + case.head_tokens)] * (num_layers - 1) + [case.first_token]
-        tail = decoder.tail(0, host, case.first_token, end)
-        targets.append(GroupTarget(tail, firsts, of_case.to(device.torch_device)))
-        expected.append(exact_rows(decoder.tail(0, tail_bytes, case.first_token, case.num_tokens)))
-    begun = begin(targets, device)
-    begun.write(buffers)
-    check_written([begun])
-    # On the host small coefficients are multiplied in bf16 in every pool.
-    tolerance = 2**-7 if type(begun) is GroupRestore else TOLERANCE[shape.dtype]
-    for layer, of_layer in enumerate(buffers):
-        is_untouched = torch.ones(num_slots, dtype=torch.bool)
-        for case, target, rows, (_, _, layers), of_case in zip(
-            cases, targets, expected, encoded, slots, strict=True
+    check_wave([cases], begin, device, num_layers)
+
+
+def check_wave(
+    groups: Sequence[Sequence[GroupCase]], begin: Begin, device: Device, num_layers: int = 2
+) -> None:
+    """The same of several groups, each with bases and slots of its own, which are decoded together."""
+    prepared = [PreparedGroup(cases, device, num_layers) for cases in groups]
+    begun = begin([each.targets for each in prepared], device)
+    for each, group in zip(prepared, begun, strict=True):
+        group.write(each.buffers)
+    check_written(begun)
+    for each, group in zip(prepared, begun, strict=True):
+        each.check(type(group) is GroupRestore)
+
+
+class PreparedGroup:
+    """Tails of one group, where they go, and what must be there then."""
+
+    def __init__(self, cases: Sequence[GroupCase], device: Device, num_layers: int) -> None:
+        shape = cases[0].shape
+        self._cases = cases
+        self._encoded = [encode_case(case, device, num_layers) for case in cases]
+        ends = [case.num_tokens if case.end_token is None else case.end_token for case in cases]
+        sizes = [end - case.first_token for case, end in zip(cases, ends, strict=True)]
+        self._num_slots = sum(sizes) + 9
+        generator = torch.Generator().manual_seed(self._num_slots)
+        order = torch.randperm(self._num_slots, generator=generator)
+        self._slots = torch.split(order, [*sizes, 9])[:-1]
+        options: dict[str, Any] = {"dtype": shape.dtype, "device": device.torch_device}
+        k_size, v_size = (
+            (self._num_slots, shape.num_kv_heads, dim) for dim in (shape.k_head_dim, shape.v_head_dim)
+        )
+        self.buffers = [
+            (torch.full(k_size, 7.0, **options), torch.full(v_size, 7.0, **options))
+            for _ in range(num_layers)
+        ]
+        self.targets, self._expected = [], []
+        for case, (decoder, block, _), end, of_case in zip(
+            cases, self._encoded, ends, self._slots, strict=True
         ):
-            written = of_case[target.first_tokens[layer] - case.first_token :]
-            is_untouched[written] = False
-            _check_rows(target, layer, of_layer, written, rows[layer], layers[layer], tolerance)
-        for buffer in of_layer:
-            assert bool((buffer.cpu()[is_untouched] == 7).all())
+            tail_bytes = block[decoder.tail_start(0, case.first_token) :].cpu()
+            host = device.host_empty(tail_bytes.shape, torch.uint8).copy_(tail_bytes)
+            firsts = [min(end, case.first_token + case.head_tokens)] * (num_layers - 1) + [case.first_token]
+            tail = decoder.tail(0, host, case.first_token, end)
+            self.targets.append(GroupTarget(tail, firsts, of_case.to(device.torch_device)))
+            self._expected.append(exact_rows(decoder.tail(0, tail_bytes, case.first_token, case.num_tokens)))
+
+    def check(self, is_on_host: bool) -> None:
+        """Compare all slots of all layers."""
+        # On the host small coefficients are multiplied in bf16 in every pool.
+        tolerance = 2**-7 if is_on_host else TOLERANCE[self._cases[0].shape.dtype]
+        for layer, of_layer in enumerate(self.buffers):
+            is_untouched = torch.ones(self._num_slots, dtype=torch.bool)
+            for case, target, rows, (_, _, layers), of_case in zip(
+                self._cases, self.targets, self._expected, self._encoded, self._slots, strict=True
+            ):
+                written = of_case[target.first_tokens[layer] - case.first_token :]
+                is_untouched[written] = False
+                _check_rows(target, layer, of_layer, written, rows[layer], layers[layer], tolerance)
+            for buffer in of_layer:
+                assert bool((buffer.cpu()[is_untouched] == 7).all())
 
 
 def _check_rows(

@@ -22,11 +22,19 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _conver
 from krul_backend.codec.coefficients.coders import EncodedLevels, RansCoder
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, KeptMemory, SegmentTokens
-from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget, begin_group, check_written
-from krul_backend.codec.subspace.triton_group_restore import TritonGroupRestore
+from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget, begin_groups, check_written
+from krul_backend.codec.subspace.triton_group_restore import TritonGroupRestore, begin_wave
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from tests.support.group_restore_cases import GroupCase, check_group, check_groups, encode_case, exact_values
+from tests.support.group_restore_cases import (
+    GroupCase,
+    PreparedGroup,
+    check_group,
+    check_groups,
+    check_wave,
+    encode_case,
+    exact_values,
+)
 
 NUM_EXAMPLES = int(os.environ.get("DAMAGED_EXAMPLES", "5"))
 """Of damaged records: each takes a second."""
@@ -91,7 +99,7 @@ def encoded_levels(
 def decoded(*tails: CodedTail) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The values fp32 ``[T, coded]`` that the kernel wrote of each tail, and which records are damaged."""
     targets = [GroupTarget(tail, [tail.first_token], torch.arange(tail.num_tokens)) for tail in tails]
-    begun = TritonGroupRestore(targets, CPU)
+    (begun,) = begin_wave([targets], CPU)
     on_device = begun.on_device
     assert on_device is not None
     values = []
@@ -190,7 +198,7 @@ def test_damage_is_an_error_when_it_is_asked_for(before: list[int]) -> None:
     damaged = block[decoder.tail_start(0, 70) :].clone()
     damaged[decoder.tail_start(0, 128) - decoder.tail_start(0, 70) + 9] ^= 4
     targets.append(GroupTarget(decoder.tail(0, damaged, 70, 140), [70, 70], torch.arange(70)))
-    begun = begin_group(targets, CPU)
+    (begun,) = begin_groups([targets], CPU)
     buffers = [(torch.zeros(200, 2, 16), torch.zeros(200, 2, 8)) for _ in range(2)]
     begun.write(buffers)
     with pytest.raises(CodecError, match="1 of the records of 1 groups are damaged"):
@@ -203,9 +211,9 @@ def test_damage_is_an_error_when_it_is_asked_for(before: list[int]) -> None:
 # ---- the product, and where it goes ----
 
 
-def begin(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
-    begun = begin_group(targets, device)
-    assert isinstance(begun, TritonGroupRestore)
+def begin(groups: Sequence[Sequence[GroupTarget]], device: Device) -> list[GroupRestore]:
+    begun = begin_groups(groups, device)
+    assert all(isinstance(group, TritonGroupRestore) for group in begun)
     return begun
 
 
@@ -215,9 +223,9 @@ def test_every_dtype(dtype: torch.dtype, rank: int) -> None:
     """Small coefficients are multiplied in bf16, unless the pool is in fp32."""
     shape, seen = LayerShape(2, 32, 16, dtype), []
 
-    def begin_parts(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
-        begun = begin(targets, device)
-        on_device = cast(TritonGroupRestore, begun).on_device
+    def begin_parts(groups: Sequence[Sequence[GroupTarget]], device: Device) -> list[GroupRestore]:
+        begun = begin(groups, device)
+        on_device = cast(TritonGroupRestore, begun[0]).on_device
         assert on_device is not None
         seen.extend((table["num_exact"], table["num_coded"]) for table in on_device.of_tails)
         return begun
@@ -280,6 +288,50 @@ def test_tails_of_several_segments_at_once(dtype: torch.dtype) -> None:
         for number, (num_tokens, first, end, head) in enumerate(ranges)
     ]
     check_groups(cases, begin, CPU)
+
+
+def wave_of(shape: LayerShape) -> list[list[GroupCase]]:
+    """Groups, each with bases of its own, and slots; their tails, of several segments, lie side by side."""
+
+    def case(rank: int, number: int, **sizes: int) -> GroupCase:
+        start = 100 * number
+        return GroupCase(shape, rank, rotary_dim=16, start_token=start, num_first_tokens=number, **sizes)
+
+    return [
+        [case(6, 0, num_tokens=90), case(6, 1, num_tokens=130, first_token=70, head_tokens=5)],
+        [case(11, 2, num_tokens=70)],
+        [case(3, 0, num_tokens=40, first_token=3), case(3, 1, num_tokens=64), case(3, 3, num_tokens=5)],
+    ]
+
+
+def test_groups_are_decoded_in_one_wave() -> None:
+    check_wave(wave_of(FP32), begin, CPU)
+
+
+def test_a_wave_is_to_the_bit_what_each_group_is_alone() -> None:
+    together, alone = ([PreparedGroup(cases, CPU, 2) for cases in wave_of(BF16)] for _ in range(2))
+    for group, each in zip(begin([each.targets for each in together], CPU), together, strict=True):
+        group.write(each.buffers)
+    for each, expected in zip(together, alone, strict=True):
+        begin([expected.targets], CPU)[0].write(expected.buffers)
+        for of_layer, of_expected in zip(each.buffers, expected.buffers, strict=True):
+            assert all(map(torch.equal, of_layer, of_expected))
+
+
+def test_damage_in_any_group_of_a_wave_is_found_once() -> None:
+    groups, buffers = [], []
+    for number in range(3):
+        decoder, block, _ = encode_case(GroupCase(FP32, num_tokens=70), CPU)
+        block = block.clone()
+        if number == 1:
+            block[-6] ^= 4
+        groups.append([GroupTarget(decoder.tail(0, block, 0, 70), [0, 0], torch.arange(70))])
+        buffers.append([(torch.zeros(70, 2, 16), torch.zeros(70, 2, 8)) for _ in range(2)])
+    begun = begin(groups, CPU)
+    for group, of_group in zip(begun, buffers, strict=True):
+        group.write(of_group)
+    with pytest.raises(CodecError, match="1 of the records of 3 groups are damaged"):
+        check_written(begun)
 
 
 @pytest.mark.parametrize("num_first_tokens", [0, 1, 40])

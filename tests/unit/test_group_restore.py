@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.subspace.restore import GroupTarget, begin_group, can_fuse_groups
+from krul_backend.codec.subspace.restore import GroupTarget, begin_groups, can_fuse_groups
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from tests.support.group_restore_cases import GroupCase, check_group, encode_case
@@ -22,8 +22,8 @@ SHAPE = LayerShape(2, 16, 8, torch.float32)
 def test_on_the_cpu_rows_are_decoded_and_copied(dtype: torch.dtype) -> None:
     shape = LayerShape(2, 16, 8, dtype)
     case = GroupCase(shape, rotary_dim=16, num_tokens=200, first_token=70, end_token=190, head_tokens=20)
-    check_group(case, begin_group, CPU)
-    check_group(GroupCase(shape, num_first_tokens=3), begin_group, CPU)
+    check_group(case, begin_groups, CPU)
+    check_group(GroupCase(shape, num_first_tokens=3), begin_groups, CPU)
 
 
 def test_a_cpu_runs_no_kernels() -> None:
@@ -59,7 +59,7 @@ def test_slots_and_buffers_that_do_not_fit_are_refused(
     good = torch.zeros(99, 2, 16), torch.zeros(99, 2, 8)
     wrong = torch.zeros(k_shape, dtype=dtype), torch.zeros(99, 2, 8)
     with pytest.raises(CodecError, match=re.escape(message)):
-        begin_group([GroupTarget(tail, [0, 0], slots)], CPU).write([good, wrong])
+        begin_groups([[GroupTarget(tail, [0, 0], slots)]], CPU)[0].write([good, wrong])
     assert not bool(good[0].any())
 
 
@@ -81,7 +81,7 @@ def test_the_kernels_compile_to_whole_stores(
     case = GroupCase(shape, 80, decay=0.97, rotary_dim=rotary_dim, is_neox=is_neox, num_tokens=100)
     decoder, block, _ = encode_case(case, CPU)
     tail = decoder.tail(0, block, 0, 100)
-    on_device = TailsOnDevice([GroupTarget(tail, [0, 0], torch.arange(100))], CPU)
+    on_device = TailsOnDevice([[GroupTarget(tail, [0, 0], torch.arange(100))]], CPU)
     assert min(len(on_device.exact), len(on_device.rest)) > 0
     _, arguments = decode_launch(on_device)
     assert "st.global" in compiled_ptx(decode_rans, arguments, compute_capability)
@@ -105,7 +105,7 @@ def test_products_of_a_pool_of_fp32_use_no_tf32() -> None:
 
     decoder, block, _ = encode_case(GroupCase(SHAPE, rotary_dim=16), CPU)
     tail = decoder.tail(0, block, 0, 90)
-    on_device = TailsOnDevice([GroupTarget(tail, [0, 0], torch.arange(90))], CPU)
+    on_device = TailsOnDevice([[GroupTarget(tail, [0, 0], torch.arange(90))]], CPU)
     assert len(on_device.exact) > len(on_device.rest) == 0
     buffers = torch.zeros(90, 2, 16), torch.zeros(90, 2, 8)
     _, arguments = layer_launch(on_device, 0, buffers)
@@ -116,11 +116,11 @@ def test_the_kernels_are_not_imported_on_the_cpu() -> None:
     code = """
 import sys, torch
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.subspace.restore import begin_group
+from krul_backend.codec.subspace.restore import begin_groups
 from krul_backend.device import Device
 from tests.support.group_restore_cases import GroupCase, check_group
 
-check_group(GroupCase(LayerShape(1, 8, 8, torch.float32), 4), begin_group, Device(torch.device("cpu")))
+check_group(GroupCase(LayerShape(1, 8, 8, torch.float32), 4), begin_groups, Device(torch.device("cpu")))
 ours = "krul_backend.codec.pairs.triton", "krul_backend.codec.subspace.triton"
 print([name for name in sys.modules if name.startswith((*ours, "triton."))])
 """

@@ -229,18 +229,20 @@ def test_what_is_kept_goes_to_the_device_in_one_copy(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[torch.Tensor] = []
+    upload = Device.upload
 
-    def from_list(self: Device, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        copied.append(torch.tensor(values, dtype=dtype))
-        return copied[-1]
+    def counted(self: Device, host: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        copied.append(host.clone())
+        return upload(self, host, target)
 
     engine = make_engine()
-    monkeypatch.setattr(Device, "from_list", from_list)
+    monkeypatch.setattr(Device, "upload", counted)
     engine.extend(("a", 5, 0, 30), ("b", 2, 0, 9))
-    assert [tuple(tensor.shape) for tensor in copied] == [(2, 4 + 4)]
+    assert [int((tokens > 0).sum()) for tokens, _ in copied] == [4 + 4]
     for step in range(DECODE_INTERVAL):
         engine.decode(("a", 5, 30 + step), ("b", 2, 9 + step))
-    assert [tuple(tensor.shape) for tensor in copied[1:]] == [(2, 2)]
+    # The first request's token is number 0.
+    assert [int((targets > 0).sum()) for _, targets in copied[1:]] == [2]
 
 
 def test_a_request_without_a_free_place_is_not_recorded_and_harms_nobody(make_engine: MakeEngine) -> None:

@@ -17,19 +17,19 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 48_780),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 14_480),
+    "product": (PRODUCT, 48_920),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 14_510),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
-        8_040,
+        8_140,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         16_340,
     ),
     "benchmarks": (("benchmarks",), 9_950),
-    "tests": (("tests",), 61_830),
-    "tests/support": (("tests/support",), 5_970),
+    "tests": (("tests",), 61_920),
+    "tests/support": (("tests/support",), 6_050),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 

@@ -302,8 +302,9 @@ class TailGroup(ABC):
     decodes_early: ClassVar[bool] = False
 
     @abstractmethod
-    def fetch(self, device: Device) -> None:
-        """Copy to the device what is not there yet, on the current stream."""
+    def fetch(self, device: Device, later: Sequence[TailGroup] = ()) -> None:
+        """Copy to the device what is not there yet, on the current stream; and of ``later`` groups, which may
+        be fetched already, what is sooner done together."""
 
     @abstractmethod
     def restore(self, pool: KVBuffers) -> None:

@@ -154,7 +154,7 @@ class _CodedUnit(TailGroup):
         self._reader = reader
         self._layer = layer
 
-    def fetch(self, device: Device) -> None:
+    def fetch(self, device: Device, later: Sequence[TailGroup] = ()) -> None:
         self._restorer.blocks_of(self._reader, self._layer)
 
     def restore(self, pool: KVBuffers) -> None:
@@ -188,7 +188,7 @@ class _NativeGroup(TailGroup):
         self._layer = layer
         self._bytes: torch.Tensor | None = None
 
-    def fetch(self, device: Device) -> None:
+    def fetch(self, device: Device, later: Sequence[TailGroup] = ()) -> None:
         if self._bytes is None:
             self._bytes = device.upload_joined(
                 [reader.end_of_block(self._layer, num_bytes) for reader, num_bytes in self._tails]

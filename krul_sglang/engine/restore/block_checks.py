@@ -25,8 +25,8 @@ class LayerBlock(NamedTuple):
 
 _NUM_THREADS = 4
 _LAYERS_AHEAD = 8
-"""Enough to keep the checking threads busy, and few enough that the first copy does not wait while thousands
-of blocks are announced."""
+"""Layers that bring new blocks. Enough to keep the checking threads busy, and few enough that the first copy
+does not wait while thousands of blocks are announced."""
 
 
 class DamagedBlockError(KrulError):
@@ -56,17 +56,19 @@ class BlockChecks:
         self._is_closed = False
         self._workers: Executor
         if device.shares_cores:
-            self._workers, self.num_layers_ahead = _CallingThread(), 1
+            self._workers, self.num_layers_ahead = _CallingThread(), 0
         else:
             self._workers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="krul-check")
             self.num_layers_ahead = _LAYERS_AHEAD
 
-    def announce(self, blocks: Iterable[LayerBlock]) -> None:
-        """Start to check blocks one after another, without those for which that was started before."""
+    def announce(self, blocks: Iterable[LayerBlock]) -> bool:
+        """Start to check blocks one after another, without those for which that was started before. Returns
+        whether there are any."""
         fresh = {block.key: block for block in blocks if block.key not in self._checks}
         if fresh:
             check = self._workers.submit(self._check, list(fresh.values()))
             self._checks.update(dict.fromkeys(fresh, check))
+        return bool(fresh)
 
     def wait(self, blocks: Iterable[LayerBlock]) -> None:
         """Block until announced blocks are in DRAM and their checksums are right.
@@ -81,6 +83,10 @@ class BlockChecks:
     def are_done(self, blocks: Iterable[LayerBlock]) -> bool:
         """Say whether all checks of these announced blocks have ended, well or not."""
         return all(self._checks[block.key].done() for block in blocks)
+
+    def are_near(self, blocks: Iterable[LayerBlock]) -> bool:
+        """Say whether no announced block of these has to come from a lower tier: they are checked soon."""
+        return all(block.source.status is None or self._checks[block.key].done() for block in blocks)
 
     def close(self) -> None:
         """Start no more checks, and report no damage.

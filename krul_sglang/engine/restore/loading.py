@@ -305,24 +305,28 @@ class LayerWiseLoader:
         pool = self._pool if pool is None else pool
         checks = BlockChecks(self._device, batch.deadline_s, self._store.report_damage)
         tails, groups = TailGroups(readers, self._device), deque[list[TailGroup]]()
-        num_announced = 0
+        num_announced, brings_blocks = 0, deque[bool]()
         # Closed before a failure is reported: recomputing may need the memory.
         with closing(checks), closing(tails):
             for layer in range(pool.num_layers):
                 # On a CPU announcing a block waits for it, and checks it: that is part of its load.
                 begin = batch.clock.mark()
-                while num_announced < min(layer + checks.num_layers_ahead, pool.num_layers):
+                while num_announced <= layer or (
+                    num_announced < pool.num_layers and sum(brings_blocks) < checks.num_layers_ahead
+                ):
                     groups.append(tails.of_layer(num_announced))
-                    for group in groups[-1]:
-                        checks.announce(group.blocks)
+                    blocks = [block for group in groups[-1] for block in group.blocks]
+                    brings_blocks.append(checks.announce(blocks))
                     num_announced += 1
                 before_layer(layer)
                 if layer == 0:
                     if not all(event.query() for event in free):
-                        self._stage(batch, chain.from_iterable(groups), readers, checks)
+                        self._stage(batch, [*chain.from_iterable(groups)], readers, checks)
                     for event in free:
                         self._device.wait_for(event)
-                if not self._load_layer(batch, groups.popleft(), readers, checks, pool):
+                brings_blocks.popleft()
+                of_layer, later = groups.popleft(), [*chain.from_iterable(groups)]
+                if not self._load_layer(batch, of_layer, later, readers, checks, pool):
                     return False
                 if pool is self._pool and not self._rotate_keys(batch, layer):
                     return False
@@ -373,23 +377,35 @@ class LayerWiseLoader:
     def _stage(
         self,
         batch: LoadBatch,
-        groups: Iterable[TailGroup],
+        groups: Sequence[TailGroup],
         readers: Sequence[SegmentReader],
         checks: BlockChecks,
     ) -> None:
         """Upload what has been checked, as far as it may lie on the device before it is written."""
         num_bytes = 0
-        for group in groups:
+        for number, group in enumerate(groups):
             num_bytes += sum(block.num_bytes for block in group.blocks)
             if num_bytes > MAX_STAGED_BYTES or not checks.are_done(group.blocks):
                 return
-            self._fetch(batch, group, readers)
+            self._fetch(batch, group, groups[number + 1 :], readers, checks)
 
-    def _fetch(self, batch: LoadBatch, group: TailGroup, readers: Sequence[SegmentReader]) -> None:
-        """Copy a group to the device. A block that several layers need passes the link once."""
+    def _fetch(
+        self,
+        batch: LoadBatch,
+        group: TailGroup,
+        later: Sequence[TailGroup],
+        readers: Sequence[SegmentReader],
+        checks: BlockChecks,
+    ) -> None:
+        """Copy a group to the device, and of later ones in memory what is decoded with it. A block that
+        several layers need passes the link once."""
+        together = [each for each in later if group.decodes_early and each.decodes_early]
+        together = [each for each in together if checks.are_near(each.blocks)]
+        for each in together:
+            checks.wait(each.blocks)
         num_before = 0 if self._link is None else _num_read(readers)
         with batch.decoding(group.decodes_early):
-            group.fetch(self._device)
+            group.fetch(self._device, together)
         if self._link is not None:
             self._link.carry(_num_read(readers) - num_before)
 
@@ -397,14 +413,15 @@ class LayerWiseLoader:
         self,
         batch: LoadBatch,
         groups: Sequence[TailGroup],
+        later: Sequence[TailGroup],
         readers: Sequence[SegmentReader],
         checks: BlockChecks,
         pool: DevicePool,
     ) -> bool:
-        """Group after group, so that the device never holds the blocks of several; False if given up."""
+        """Group after group, so that the device holds the blocks of few; False if given up."""
         for group in groups:
             checks.wait(group.blocks)
-            self._fetch(batch, group, readers)
+            self._fetch(batch, group, later, readers, checks)
             with batch.writing() as is_wanted, batch.decoding(group.is_decoded):
                 if not is_wanted:
                     return False

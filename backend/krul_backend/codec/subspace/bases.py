@@ -196,7 +196,8 @@ class ModelBases:
     @property
     def working_bytes(self) -> int:
         """About the memory that they take where they are used: as they are, and once more in bf16."""
-        return sum(getattr(group, name).nbytes for group in self.groups for name in _TENSORS) * 3 // 2
+        as_they_are: int = sum(getattr(group, name).nbytes for group in self.groups for name in _TENSORS)
+        return as_they_are * 3 // 2
 
     def to(self, device: torch.device) -> ModelBases:
         """The same bases on another device."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from krul_backend.codec.coefficients.scales import RECORD_TOKENS
 from krul_backend.codec.interface import (
     KVBuffers,
     Restorer,
@@ -24,6 +26,10 @@ from krul_backend.errors import CodecError
 
 if TYPE_CHECKING:
     from krul_backend.codec.subspace.decoder import SubspaceDecoder
+
+MOST_WAVE_BYTES = 64 << 20
+"""Blocks and coefficients of groups that a GPU decodes at once. Each of a record's coefficients waits for the
+one before, so a group takes about as long whether it is alone or with others."""
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -44,7 +50,7 @@ class GroupTarget:
 class GroupRestore:
     """Tails of one group of layers, those of several segments of a model, on their way to the pool.
 
-    ``begin_group`` makes it, and ``write`` ends it; on a GPU both on the same stream. On the host tails are
+    ``begin_groups`` makes it, and ``write`` ends it; on a GPU both on the same stream. On the host tails are
     decoded when they are written. ``damaged``: of each record, on a GPU; see ``check_written``.
     """
 
@@ -91,21 +97,43 @@ def check_written(begun: Sequence[GroupRestore]) -> None:
         raise CodecError(f"{len(damaged)} of the records of {len(begun)} groups are damaged")
 
 
-def begin_group(targets: Sequence[GroupTarget], device: Device) -> GroupRestore:
-    """Begin to decode tails of one group, of the same bases, for a pool on ``device``.
+def begin_groups(groups: Sequence[Sequence[GroupTarget]], device: Device) -> list[GroupRestore]:
+    """Begin to decode tails of some groups, those of each in the same bases, for a pool on ``device``.
 
-    Where ``can_fuse_groups`` holds, their blocks are copied to the device and decoded there, on the current
-    stream, and this returns at once: the blocks must not change until that has run.
+    Where ``can_fuse_groups`` holds, their blocks are copied to the device and decoded there, those of all
+    groups in one launch on the current stream, and this returns at once: the blocks must not change until
+    that has run.
 
     Raises:
         CodecError: see ``GroupRestore``.
     """
-    tail = targets[0].tail
-    if can_fuse_groups(tail.transform.shape, device):
-        from krul_backend.codec.subspace.triton_group_restore import TritonGroupRestore
+    if can_fuse_groups(groups[0][0].tail.transform.shape, device):
+        from krul_backend.codec.subspace.triton_group_restore import begin_wave
 
-        return TritonGroupRestore(targets, device)
-    return GroupRestore(targets)
+        return [*begin_wave(groups, device)]
+    return [GroupRestore(targets) for targets in groups]
+
+
+def in_waves(groups: Iterable[Sequence[GroupTarget]]) -> Iterator[list[Sequence[GroupTarget]]]:
+    """Runs of ``groups`` to begin together: the blocks and the coefficients of a run take at most
+    ``MOST_WAVE_BYTES``, or it is a single one."""
+    wave: list[Sequence[GroupTarget]] = []
+    num_bytes = 0
+    for targets in groups:
+        of_group = sum(map(_decoded_num_bytes, targets))
+        if wave and num_bytes + of_group > MOST_WAVE_BYTES:
+            yield wave
+            wave, num_bytes = [], 0
+        wave.append(targets)
+        num_bytes += of_group
+    if wave:
+        yield wave
+
+
+def _decoded_num_bytes(target: GroupTarget) -> int:
+    tail = target.tail
+    num_tokens = tail.end_token - tail.first_record * RECORD_TOKENS
+    return tail.block.numel() + 4 * num_tokens * int(np.count_nonzero(tail.scales))
 
 
 def _wanted(targets: Sequence[GroupTarget], layer: int, rows: slice) -> list[slice]:
@@ -143,6 +171,7 @@ class SubspaceRestorer(Restorer["SubspaceDecoder"]):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._begun: list[GroupRestore] = []
+        self._made: dict[_CodedGroups, list[GroupTarget]] = {}
         self._read: set[tuple[TailReader[SubspaceDecoder], int]] = set()
 
     def groups(self, layer: int, readers: Sequence[TailReader[SubspaceDecoder]]) -> list[TailGroup]:
@@ -163,19 +192,37 @@ class SubspaceRestorer(Restorer["SubspaceDecoder"]):
     def check(self) -> None:
         check_written(self._begun)
 
-    def begin(self, layer: int, readers: Sequence[TailReader[SubspaceDecoder]]) -> GroupRestore | None:
-        """Begin to restore the group of a layer; None if an earlier layer has brought it."""
-        targets = [self._target(reader, layer) for reader in readers if self._is_new(reader, layer)]
-        if not targets:
-            return None
-        self._begun.append(begin_group(targets, self.device))
-        return self._begun[-1]
+    def begin(self, groups: Sequence[_CodedGroups]) -> None:
+        """Begin to restore the first of these groups, and with it as many of the others as make a wave.
+        Nothing if earlier layers have brought the first one."""
+        if not can_fuse_groups(groups[0].readers[0].decoder.shape, self.device):
+            # Each is decoded when it is written.
+            groups = groups[:1]
+        fresh: list[_CodedGroups] = []
+        wave = next(in_waves(self._fresh_targets(groups, fresh)), [])
+        for group, begun in zip(fresh, begin_groups(wave, self.device) if wave else (), strict=False):
+            self._read.update(group.keys)
+            self._made.pop(group)
+            group.begun = begun
+            self._begun.append(begun)
 
-    def _is_new(self, reader: TailReader[SubspaceDecoder], layer: int) -> bool:
-        key = reader, reader.decoder.group_of(layer)
-        is_new = key not in self._read
-        self._read.add(key)
-        return is_new
+    def _fresh_targets(
+        self, groups: Sequence[_CodedGroups], fresh: list[_CodedGroups]
+    ) -> Iterator[list[GroupTarget]]:
+        """The tails that no earlier layer has brought, of those of ``groups`` that have any; these are added
+        to ``fresh``. None if the first one has none."""
+        read = set(self._read)
+        for group in groups:
+            new = [reader for reader, number in group.keys if (reader, number) not in read]
+            if not new and not fresh:
+                return
+            if new:
+                read.update(group.keys)
+                fresh.append(group)
+                if group not in self._made:
+                    # The first one of the next wave is made with this one.
+                    self._made[group] = [self._target(reader, group.layer) for reader in new]
+                yield self._made[group]
 
     def _target(self, reader: TailReader[SubspaceDecoder], layer: int) -> GroupTarget:
         """The tail of a layer's group, of a checked block, and where it goes.
@@ -210,17 +257,23 @@ class _CodedGroups(TailGroup):
         self, restorer: SubspaceRestorer, readers: Sequence[TailReader[SubspaceDecoder]], layer: int
     ) -> None:
         self.blocks = [reader.block(source) for reader in readers for source in reader.decoder.sources(layer)]
+        self.readers = readers
+        self.layer = layer
+        self.begun: GroupRestore | None = None
         self._restorer = restorer
-        self._readers = readers
-        self._layer = layer
-        self._begun: GroupRestore | None = None
 
-    def fetch(self, device: Device) -> None:
+    @property
+    def keys(self) -> list[tuple[TailReader[SubspaceDecoder], int]]:
+        """What is decoded once: a segment's group of layers."""
+        return [(reader, reader.decoder.group_of(self.layer)) for reader in self.readers]
+
+    def fetch(self, device: Device, later: Sequence[TailGroup] = ()) -> None:
         # Asked again, nothing is new.
-        self._begun = self._restorer.begin(self._layer, self._readers) or self._begun
+        coded = [each for each in later if isinstance(each, _CodedGroups)]
+        self._restorer.begin([self, *(each for each in coded if each._restorer is self._restorer)])
 
     def restore(self, pool: KVBuffers) -> None:
-        if self._begun is not None:
-            decoder = self._readers[0].decoder
-            layers = decoder.stored_as.groups[decoder.group_of(self._layer)]
-            self._begun.write([pool.buffers(layer) for layer in layers])
+        if self.begun is not None:
+            decoder = self.readers[0].decoder
+            layers = decoder.stored_as.groups[decoder.group_of(self.layer)]
+            self.begun.write([pool.buffers(layer) for layer in layers])

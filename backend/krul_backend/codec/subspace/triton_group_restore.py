@@ -6,6 +6,7 @@ Importing this module imports triton.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from krul_backend.codec.coefficients.scales import RECORD_TOKENS, CoderTables
 from krul_backend.codec.kernel_arguments import rotary_arguments, target_arguments
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.bases import vector_size
-from krul_backend.codec.subspace.coded_tail import CodedTail
+from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform
 from krul_backend.codec.subspace.quantizer import SHRINK
 from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget
 from krul_backend.codec.subspace.triton_group_kernels import decode_rans, restore_group_layer
@@ -69,15 +70,14 @@ Offsets = npt.NDArray[np.int64]
 
 
 class TritonGroupRestore(GroupRestore):
-    """Tails that a GPU decodes: the coefficients of all of them at once, which ``write`` multiplies."""
+    """Tails of group ``number`` of a wave that a GPU decodes; ``write`` multiplies their coefficients."""
 
-    def __init__(self, targets: Sequence[GroupTarget], device: Device) -> None:
+    def __init__(self, targets: Sequence[GroupTarget], wave: TailsOnDevice, number: int) -> None:
         super().__init__(targets)
-        with device.as_current():
-            self.on_device: TailsOnDevice | None = TailsOnDevice(targets, device)
-            self.damaged = self.on_device.damaged
-            grid, arguments = decode_launch(self.on_device)
-            decode_rans[grid](**arguments)
+        self.on_device: TailsOnDevice | None = wave
+        self._number = number
+        # Those of all groups, which are counted once.
+        self.damaged = None if number else wave.damaged
 
     def _write(self, buffers: Sequence[Buffers]) -> None:
         """Write each layer, once, since what was decoded is freed then."""
@@ -86,45 +86,70 @@ class TritonGroupRestore(GroupRestore):
         for layer, of_layer in enumerate(buffers):
             if any(target.first_tokens[layer] < target.tail.end_token for target in self.targets):
                 with Device.of(of_layer[0]).as_current():
-                    grid, arguments = layer_launch(on_device, layer, of_layer)
+                    grid, arguments = layer_launch(on_device, layer, of_layer, self._number)
                     restore_group_layer[grid](**arguments)
         self.on_device = None
 
 
+def begin_wave(groups: Sequence[Sequence[GroupTarget]], device: Device) -> list[TritonGroupRestore]:
+    """Begin to decode the tails of several groups: the coefficients of all of them at once, so that it takes
+    hardly longer than those of one. See ``begin_groups``."""
+    with device.as_current():
+        wave = TailsOnDevice(groups, device)
+        grid, arguments = decode_launch(wave)
+        decode_rans[grid](**arguments)
+    return [TritonGroupRestore(targets, wave, number) for number, targets in enumerate(groups)]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupOnDevice:
+    """Where the tails of one group of a wave go. ``tails``, ``parts`` and ``slots``: see
+    ``restore_group_layer``; ``first_tokens [layers, tails]``."""
+
+    transform: GroupTransform
+    tails: torch.Tensor
+    parts: torch.Tensor
+    first_tokens: torch.Tensor
+    slots: torch.Tensor
+
+
 class TailsOnDevice:
-    """Tails of one group of layers on a device: their bytes, tables about them, and room for coefficients.
+    """Tails of one or more groups of layers on a device: their bytes, tables about them, and room for
+    coefficients.
 
     ``exact`` fp32 and ``rest`` bf16: see ``decode_rans``. For pools of 16 bits the large coefficients are
     multiplied as well as in fp32 (three products of tf32 parts), and the others in bf16. Coefficients of
     scale 0 are left out; ``scales`` and ``places`` int32 have those of the others, tail after tail.
     """
 
-    def __init__(self, targets: Sequence[GroupTarget], device: Device) -> None:
-        tails = [target.tail for target in targets]
-        self.transform, self.coder = tails[0].transform, tails[0].coder
+    def __init__(self, groups: Sequence[Sequence[GroupTarget]], device: Device) -> None:
+        tails = [target.tail for targets in groups for target in targets]
+        self.coder = tails[0].coder
         coded = [np.flatnonzero(tail.scales) for tail in tails]
         self.block, block_starts = _join_blocks(tails, device)
         self.of_tails = _tail_table(tails, coded, block_starts)
         of_records = _record_table(tails, self.of_tails, block_starts)
-        num_program_tokens = _program_tokens(self.transform.shape)
-        rows = [np.arange(0, num_rows, num_program_tokens) for num_rows in self.of_tails["num_rows"]]
-        parts = [
-            np.stack([np.full_like(of_tail, number), of_tail], axis=1) for number, of_tail in enumerate(rows)
+        first_tails = _starts(np.array([len(targets) for targets in groups]))
+        of_groups = [
+            table
+            for first, targets in zip(first_tails, groups, strict=True)
+            for table in _group_tables(self.of_tails[first : first + len(targets)], targets)
         ]
-        uploaded = _upload_tables(
+        self.records, self.scales, self.places, *uploaded = _upload_tables(
             [
                 of_records.view(np.int32).reshape(len(of_records), -1),
-                self.of_tails.view(np.int32).reshape(len(tails), -1),
-                np.concatenate(parts),
-                # [layers, tails]
-                np.array([target.first_tokens for target in targets]).T,
                 np.concatenate([tail.scales[places] for tail, places in zip(tails, coded, strict=True)]),
                 np.concatenate(coded),
+                *of_groups,
             ],
             device,
         )
-        self.records, self.tails, self.parts, self.first_tokens, self.scales, self.places = uploaded
-        self.slots = targets[0].slots if len(targets) == 1 else torch.cat([each.slots for each in targets])
+        self.groups = [
+            GroupOnDevice(targets[0].tail.transform, of_tails, parts, first_tokens, _slots(targets))
+            for targets, of_tails, parts, first_tokens in zip(
+                groups, uploaded[::3], uploaded[1::3], uploaded[2::3], strict=True
+            )
+        ]
         last = of_records[-1]
         num_exact = last["exact_at"] + last["num_exact"]
         num_rest = last["rest_at"] + last["num_coded"] - last["num_exact"]
@@ -151,22 +176,23 @@ def decode_launch(on_device: TailsOnDevice) -> tuple[tuple[int], dict[str, Any]]
 
 
 def layer_launch(
-    on_device: TailsOnDevice, layer: int, buffers: Buffers
+    on_device: TailsOnDevice, layer: int, buffers: Buffers, number: int = 0
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and arguments of ``restore_group_layer`` for layer number ``layer`` of the group."""
-    transform = on_device.transform
+    """Grid and arguments of ``restore_group_layer`` for layer number ``layer`` of group ``number``."""
+    group = on_device.groups[number]
+    transform = group.transform
     shape, mean = transform.shape, transform.basis.mean
     k_at = layer * vector_size(shape)
     padded_half, num_program_heads = _program_heads(shape)
     arguments = {
-        "exact": on_device.exact, "rest": on_device.rest, "tails": on_device.tails, "parts": on_device.parts,
-        "first_tokens": on_device.first_tokens[layer], "places": on_device.places,
+        "exact": on_device.exact, "rest": on_device.rest, "tails": group.tails, "parts": group.parts,
+        "first_tokens": group.first_tokens[layer], "places": on_device.places,
         "exact_decoder": transform.basis.decoder, "decoder": transform.decoder,
         "vector_size": len(mean), "mean": mean,
         "k_at": k_at, "v_at": k_at + shape.num_kv_heads * shape.k_head_dim,
         "block": on_device.block,
-        **target_arguments(*buffers, on_device.slots),
-        **rotary_arguments(transform.rotary, on_device.slots.device),
+        **target_arguments(*buffers, group.slots),
+        **rotary_arguments(transform.rotary, group.slots.device),
         "num_heads": shape.num_kv_heads, "num_program_heads": num_program_heads,
         "k_dim": shape.k_head_dim, "v_dim": shape.v_head_dim, "padded_half": padded_half,
         "precision": "ieee" if shape.dtype is torch.float32 else "tf32x3",
@@ -174,7 +200,24 @@ def layer_launch(
         "num_exact_values": _EXACT_VALUES, "num_rest_values": _REST_VALUES,
         "num_warps": _NUM_WARPS,
     }  # fmt: skip
-    return (len(on_device.parts) * triton.cdiv(shape.num_kv_heads, num_program_heads), 2), arguments
+    return (len(group.parts) * triton.cdiv(shape.num_kv_heads, num_program_heads), 2), arguments
+
+
+def _group_tables(
+    of_tails: npt.NDArray[np.void], targets: Sequence[GroupTarget]
+) -> tuple[npt.NDArray[Any], ...]:
+    """The tables of one group: its ``of_tails``, whose slots begin a tensor of their own from here on; which
+    rows each program writes; and the first tokens ``[layers, tails]``."""
+    of_tails["slots_at"] -= of_tails["slots_at"][0] + targets[0].tail.first_token
+    num_program_tokens = _program_tokens(targets[0].tail.transform.shape)
+    rows = [np.arange(0, num_rows, num_program_tokens) for num_rows in of_tails["num_rows"]]
+    parts = [np.stack([np.full_like(of_tail, tail), of_tail], axis=1) for tail, of_tail in enumerate(rows)]
+    first_tokens = np.array([target.first_tokens for target in targets]).T
+    return of_tails.view(np.int32).reshape(len(targets), -1), np.concatenate(parts), first_tokens
+
+
+def _slots(targets: Sequence[GroupTarget]) -> torch.Tensor:
+    return targets[0].slots if len(targets) == 1 else torch.cat([target.slots for target in targets])
 
 
 def _program_tokens(shape: LayerShape) -> int:
