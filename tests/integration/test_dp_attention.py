@@ -30,7 +30,7 @@ DP_ATTENTION = ("--tp", "2", "--dp-size", "2", "--enable-dp-attention")
 IN_PAIRS = ("--tp", "4", "--attn-dp-size", "2")
 """Two ranks share the heads of each request."""
 PAIRS_ON_TWO_CORES = {**STRICT_ON_TWO_CORES, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
-RANKS_OF_TURNS = (0, 0, 1, 1, 0)
+RANKS_OF_TURNS = (0, 0, 1, 0)
 """The data-parallel rank that each turn of a conversation lands on."""
 TOGETHER = tuple(random_prompt(("together", rank), 500 + 70 * rank) for rank in range(2))
 LONG = random_prompt("long", 40)
@@ -71,33 +71,32 @@ class Played:
 def play(server: ServerProcess, *, has_ranks: bool) -> Played:
     """A conversation that changes its rank, two that return at once, and one that returns beside another.
 
-    Everything leaves the ranks' pools between. Without ranks, nothing does.
+    A rank that has seen a prompt before has lost it from its pool. Without ranks, nothing is lost.
     """
 
     def ask_rank(rank: int, prompt: list[int], num_new: int = 12) -> Answer:
         routed = {"routed_dp_rank": rank} if has_ranks else {}
-        return ask(server, prompt, max_new_tokens=num_new, **routed)
-
-    def evict(seed: object) -> None:
-        for rank in range(2) if has_ranks else ():
-            for i in range(POOL_TOKENS // 600 + 1):
-                ask_rank(rank, random_prompt(("noise", seed, rank, i), 600), 2)
+        answer = ask(server, prompt, max_new_tokens=num_new, **routed)
         wait_for_saves(server)
+        return answer
+
+    def evict(rank: int, seed: object) -> None:
+        for i in range(POOL_TOKENS // 600 + 1) if has_ranks else ():
+            ask_rank(rank, random_prompt(("noise", seed, i), 600), 2)
 
     turns: list[Answer] = []
     history = random_prompt("conversation", 611)
     for turn, rank in enumerate(RANKS_OF_TURNS):
+        if rank in RANKS_OF_TURNS[:turn]:
+            evict(rank, turn)
         turns.append(ask_rank(rank, history))
         history = [*history, *turns[-1].output_ids, *random_prompt(("turn", turn), 37)]
-        evict(turn)
     for rank, prompt in enumerate(TOGETHER):
         ask_rank(rank, prompt, 1)
-    evict("together")
+    again = [[*prompt, *prompt[:19]] for prompt in TOGETHER]
     with ThreadPoolExecutor(2) as pool:
-        # Each on the rank that has not seen it.
-        again = [[*prompt, *prompt[:19]] for prompt in TOGETHER]
         together = list(pool.map(lambda rank: ask_rank(1 - rank, again[rank]), range(2)))
-        evict("beside")
+        evict(0, "beside")
         long = pool.submit(ask_rank, 1, LONG, 60)
         beside = ask_rank(0, [*again[0], *again[0][:23]])
         return Played(turns, together, beside, long.result())
