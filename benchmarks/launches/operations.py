@@ -141,7 +141,7 @@ class Server:
             CapturePlan(NUM_DECODING, _QUERY_ROWS, 0),
             device=DEVICE,
         )
-        self.token_ids = np.arange(num_tokens, dtype=np.int32)
+        self.token_ids = np.arange(num_tokens, dtype=np.int64)
         self._num_turns = 0
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ def page_keys(conversation: int, first: int, end: int) -> tuple[str, ...]:
 
 
 def token_ids(first: int, end: int) -> TokenIds:
-    return np.arange(first * PAGE_SIZE, end * PAGE_SIZE, dtype=np.int32)
+    return np.arange(first * PAGE_SIZE, end * PAGE_SIZE, dtype=np.int64)
 
 
 def make_manifest(
