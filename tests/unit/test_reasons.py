@@ -310,7 +310,7 @@ def test_memory_is_bounded(server: Server) -> None:
         all_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 8 << 20 < stored_bytes < 18 << 20
+    assert 16 << 20 < stored_bytes < 26 << 20
     assert all_bytes - stored_bytes < 4 << 20
     told = msgspec.json.decode(server.reasons.as_text(), type=list[RequestReasons])
     assert len(told) == module.MAX_REQUESTS

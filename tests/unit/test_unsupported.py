@@ -183,10 +183,13 @@ VISION_CONFIG = {"vision_config": {"depth": 2}}
 def test_a_vision_model_is_accepted_unless_a_strategy_looks_at_attention(tmp_path: Path) -> None:
     from sglang.srt.configs.model_config import ModelConfig
 
-    check_model(facts_of(tmp_path, "LlamaForCausalLM", "llama"), "llama")
-    assert not takes_media(ModelConfig(str(tmp_path)))
-    check_model(facts_of(tmp_path, *VISION, **VISION_CONFIG), "qwen")
-    runner: Any = SimpleNamespace(token_to_kv_pool=None, model_config=ModelConfig(str(tmp_path)))
+    plain, vision = tmp_path / "llama", tmp_path / "qwen"
+    plain.mkdir()
+    vision.mkdir()
+    check_model(facts_of(plain, "LlamaForCausalLM", "llama"), "llama")
+    assert not takes_media(ModelConfig(str(plain)))
+    check_model(facts_of(vision, *VISION, **VISION_CONFIG), "qwen")
+    runner: Any = SimpleNamespace(token_to_kv_pool=None, model_config=ModelConfig(str(vision)))
     assert takes_media(runner.model_config)
     with pytest.raises(UnsupportedSetupError, match=r'vision.*strategy = "krul"'):
         attach_turn_capture(runner, KrulConfig(strategy="krul"))
