@@ -17,18 +17,18 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 45_690),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_000),
+    "product": (PRODUCT, 46_124),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_166),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_000,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        14_970,
+        15_247,
     ),
     "benchmarks": (("benchmarks",), 9_620),
-    "tests": (("tests",), 58_330),
+    "tests": (("tests",), 59_172),
     "tests/support": (("tests/support",), 5_670),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
