@@ -311,9 +311,13 @@ Mark = Callable[[], float | None]
 
 
 class StreamClock:
-    """Puts marks of several streams on one time axis. Marking never waits for the device."""
+    """Puts marks of several streams on one time axis. Marking never waits for the device.
+
+    ``begin_ns`` is when the axis begins, by the host's wall clock: about, because a device may be later.
+    """
 
     def __init__(self, device: Device) -> None:
+        self.begin_ns = time.time_ns()
         self._device = device
         self._start = device.record()
 

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from krul_backend.segment import TokenIds
 from krul_sglang.adapter.linker import KrulLinker
+from krul_sglang.adapter.request_spans import RequestSpans
 from krul_sglang.engine.capture import QueryCapture
 from krul_sglang.engine.common.moved_runs import MOVED_TOKENS, MovedRun, moved_key
 from krul_sglang.engine.restore import Prompt
@@ -92,10 +93,13 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     order in which turns ended, and the same on all ranks). When SGLang takes slots of one, the KV is still in
     them until the next forward, which this thread launches. So what is worth it is waited for then, and the
     rest is revoked: what was read of those slots does not count.
+
+    ``spans`` is None unless SGLang traces requests.
     """
 
     cache_linker: KrulLinker
     pending_offloads: list[_PendingTurn]
+    spans: RequestSpans | None = None
     _probe_candidate: _ProbeCandidate | None = None
     _stored_ends: tuple[_PathEnd, ...] = ()
 
@@ -150,6 +154,8 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         key, _ = key.maybe_to_bigram_view(self.cache.tree_core.is_eagle)
         # The hit of an earlier round is out of date if the prefix on the device has changed.
         self.hit_markers.pop(req.rid, None)
+        if self.spans is not None:
+            self.spans.look_up(req)
         page_size = self.cache.page_size
         start = result.device_prefix_len
         end = len(key) // page_size * page_size
@@ -207,6 +213,8 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             result: tuple[int, Any] = super().load_back(req)
             self.cache_linker.note_state_before(req.rid, state_before)
             setattr(req, MOVED_TOKENS, self.cache_linker.num_moved(req.rid))
+            if self.spans is not None and self.cache_linker.returning.queued_load(req.rid) is not None:
+                self.spans.plan(req)
             return result
         finally:
             # Anything the load did not take over (no slots free, load refused) is not needed any more.
@@ -297,6 +305,8 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         ids = array("q", [*turn.token_ids.tolist(), *after])
         key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
         job = self.cache_linker.offloader.submit(turn)
+        if self.spans is not None:
+            job.future.add_done_callback(self.spans.saving(req, len(turn.token_ids)))
         self.pending_offloads.append(_PendingTurn(job, key, num_in_tree, kv))
 
     def commit_completed_offloads(self, successes: Sequence[bool]) -> None:
@@ -404,6 +414,10 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def init_cache_linker(self, cache_linker: KrulLinker) -> None:
         self.linker = KrulLinkerWrapper(self, cache_linker)
+        spans = RequestSpans.if_traced(cache_linker.tp_rank)
+        if spans is not None:
+            self.linker.spans = spans
+            cache_linker.restore_path.traces.on_settled = spans.restored
 
     def check_hicache_events(self) -> None:
         """Begin a scheduling step: take note of turns that have been stored, where SGLang does so."""

@@ -22,6 +22,7 @@ class Clock:
     """Marks are the time that the test set."""
 
     now_s = 0.0
+    begin_ns = 5_000
 
     def mark(self) -> Mark:
         now_s = self.now_s
@@ -123,14 +124,17 @@ def test_costs_learn_from_a_restore_that_the_device_has_ended() -> None:
     log = TraceLog(costs, NUM_LAYERS)
     trace = ended_restore()
     end, trace.end = trace.end, lambda: None
+    settled: list[Any] = []
+    log.on_settled = lambda begin_ns, restore: settled.append((begin_ns, restore))
     log.add(trace)
     log.settle()
-    assert log.as_list() == []
+    assert log.as_list() == settled == []
     assert costs.current() == COSTS
 
     trace.end = end
     log.settle()
     assert len(log.as_list()) == 1
+    assert settled == [(Clock.begin_ns, log.as_list()[0])]
     # Half-way on the logarithmic scale, towards measured / predicted.
     learned = costs.current()
     assert learned.head.launch_s == pytest.approx((0.3 / 1.0) ** 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -95,6 +95,7 @@ class TraceLog:
 
     The cost of the engine's own forward is taken from prefills that restore nothing: that is what a restore
     competes with. A load with a part in a lower tier corrects the cost of that tier and of decoding.
+    ``on_settled`` is told of each restore when it began (nanoseconds, wall clock), and its ``as_dict``.
     """
 
     def __init__(self, costs: OnlineCosts, num_layers: int) -> None:
@@ -105,6 +106,7 @@ class TraceLog:
         self._done: deque[dict[str, Any]] = deque(maxlen=MAX_TRACES)
         # What restores took, over what was planned: of those that had a forward for themselves.
         self._ratios: deque[float] = deque(maxlen=_MAX_FORECASTS)
+        self.on_settled: Callable[[int, dict[str, Any]], None] = lambda begin_ns, restore: None
 
     def add(self, trace: RestoreTrace) -> None:
         self._fresh.append(trace)
@@ -125,6 +127,7 @@ class TraceLog:
         while self._fresh and self._fresh[0].end is not None and self._fresh[0].end() is not None:
             trace = self._fresh.popleft()
             self._done.append(trace.as_dict())
+            self.on_settled(trace.batch.clock.begin_ns, self._done[-1])
             if not trace.batch.is_abandoned:
                 self._learn(trace)
                 if not trace.is_mixed:

@@ -15,7 +15,7 @@ from aiohttp import web
 from krul_backend.daemon.server.metrics import ReadStats
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.conversations import MAX_LISTED_TURNS, Conversation, conversations_of
-from krul_backend.tiers.common.interface import DRAM_TIER, SegmentInfo, StoreStats
+from krul_backend.tiers.common.interface import DRAM_TIER, SegmentInfo, StoreStats, TierStats
 
 STATUS_PATH = "/v1/status"
 """Where what the page shows is answered, to whoever has the token."""
@@ -94,7 +94,7 @@ class StatusPage:
 
     def _read(self) -> dict[str, Any]:
         store, daemon = self._read_stats()
-        num_turns = max(tier.num_segments for tier in (store, *store.tiers))
+        num_turns = max([store.num_segments, *(tier.num_segments for tier in store.tiers)])
         is_listed = num_turns <= MAX_LISTED_TURNS
         conversations = conversations_of(self._list_segments()) if is_listed else []
         names = [DRAM_TIER, *(tier.name for tier in store.tiers)]
@@ -119,8 +119,9 @@ def _file_handler(content: bytes, kind: str) -> Callable[[web.Request], Any]:
 
 
 def _tiers(store: StoreStats) -> list[dict[str, Any]]:
-    dram = {"name": DRAM_TIER, "states": (), "queued_bytes": 0}
-    of_tiers = [
+    every: list[StoreStats | TierStats] = [store, *store.tiers]
+    dram: dict[str, Any] = {"name": DRAM_TIER, "states": (), "queued_bytes": 0}
+    of_tiers: list[dict[str, Any]] = [
         {
             "name": tier.name,
             "states": [word for word in ("suspended", "opening") if getattr(tier, f"is_{word}")],
@@ -135,9 +136,9 @@ def _tiers(store: StoreStats) -> list[dict[str, Any]]:
             "used_bytes": tier.used_bytes,
             "turns": tier.num_segments,
             "evicted": tier.evicted_segments,
-            "hit_pages": store.tier_hit_pages.get(str(about["name"]), 0),
+            "hit_pages": store.tier_hit_pages.get(about["name"], 0),
         }
-        for about, tier in zip((dram, *of_tiers), (store, *store.tiers), strict=True)
+        for about, tier in zip((dram, *of_tiers), every, strict=True)
     ]
 
 
