@@ -242,6 +242,9 @@ def test_an_index_that_turns_out_to_be_damaged_is_made_again_by_the_next_start(
     with monkeypatch.context() as damaged:
         damaged.setattr(SegmentIndex, "pages", fail)
         assert not has(tier, "a")
+        manifest = make_manifest("a", 0, 2, SIZES)
+        tier.discard(manifest)
+        assert not tier.is_needed(manifest.model, manifest.page_keys[0])
     assert tier.stats().is_suspended
     tier.close()
     assert not (format_directory(tmp_path) / "index").exists()

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
@@ -278,27 +279,27 @@ class SsdTier(LowerTier):
     def _find(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[tuple[int, int] | None]:
         """As ``Catalog.find``; nothing while nothing may be found, or if the index cannot be read."""
         state = self._state
-        with state.lock:
+        with self._catalog() as catalog:
             if state.is_findable and not state.is_being_cleared(model):
-                try:
-                    return state.catalog.find(model, page_keys)
-                except lmdb.Error as error:
-                    self._distrust_index(error)
+                return catalog.find(model, page_keys)
         return [None] * len(page_keys)
 
-    def _distrust_index(self, error: lmdb.Error) -> None:
-        """Leave the tier alone for a while; the next start makes the index again."""
-        self._state.suspension.failed("damaged index", error)
-        with contextlib.suppress(OSError):
-            remove_index(self._disk, self._directory)
-
-    def _touch(self, places: Sequence[int]) -> None:
+    @contextmanager
+    def _catalog(self) -> Iterator[Catalog]:
+        """The catalog, with the lock held. If its index cannot be read, the block ends there, the tier is left
+        alone for a while, and the next start makes the index again."""
         with self._state.lock:
             try:
-                has_many = self._state.catalog.touch(places)
+                yield self._state.catalog
             except lmdb.Error as error:
-                self._distrust_index(error)
-                return
+                self._state.suspension.failed("damaged index", error)
+                with contextlib.suppress(OSError):
+                    remove_index(self._disk, self._directory)
+
+    def _touch(self, places: Sequence[int]) -> None:
+        has_many = False
+        with self._catalog() as catalog:
+            has_many = catalog.touch(places)
         if has_many:
             self._state.wake()
 
@@ -354,15 +355,16 @@ class SsdTier(LowerTier):
 
     def _remove_like(self, manifest: SegmentManifest) -> None:
         """Take out what holds a page of a segment and is encoded like it."""
-        with self._state.lock:
-            found = self._state.catalog.find(manifest.model, manifest.page_keys)
+        found: Sequence[tuple[int, int] | None] = ()
+        with self._catalog() as catalog:
+            found = catalog.find(manifest.model, manifest.page_keys)
         for place in dict.fromkeys(each[0] for each in found if each is not None):
             segment = self._segment(place)
             if segment is not None:
                 self._let_go(segment)
                 if segment.manifest.shares_encoded_pages(manifest):
-                    with self._state.lock:
-                        self._state.catalog.remove(place)
+                    with self._catalog() as catalog:
+                        catalog.remove(place)
         self._state.wake()
 
     def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
@@ -376,8 +378,10 @@ class SsdTier(LowerTier):
 
     def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
         (found,) = self._find(model, (page_key,))
-        with self._state.lock:
-            return found is not None and self._state.catalog.is_continued(found[0])
+        if found is not None:
+            with self._catalog() as catalog:
+                return catalog.is_continued(found[0])
+        return False
 
     def cost(self) -> TierCost:
         return self._reads.cost
