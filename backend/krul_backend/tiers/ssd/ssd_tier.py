@@ -286,8 +286,8 @@ class SsdTier(LowerTier):
 
     @contextmanager
     def _catalog(self) -> Iterator[Catalog]:
-        """The catalog, with the lock held. If its index cannot be read, the block ends there, the tier is left
-        alone for a while, and the next start makes the index again."""
+        """The catalog, with the lock held. If its index cannot be read, the block ends there, the tier is
+        left alone for a while, and the next start makes the index again."""
         with self._state.lock:
             try:
                 yield self._state.catalog
