@@ -21,12 +21,10 @@ _SPOIL_HEADS_OF_RANK = "TESTS_SPOIL_HEADS_OF_RANK"
 _SLOW_ANSWERS = "TESTS_SLOW_ANSWERS"
 _FAULT = "TESTS_FAULT"
 _LEAVE_OUT_DRAFTS = "TESTS_LEAVE_OUT_DRAFTS"
-_LEAVE_OUT_STATES = "TESTS_LEAVE_OUT_STATES"
 _SPOIL_STATES = "TESTS_SPOIL_STATES"
 _ASK = "krul_backend.daemon.client.request_channel.RequestChannels.ask"
 _MAKE_LOADER = "krul_sglang.engine.restore.loading.LayerWiseLoader.__init__"
 _LEASE_DRAFTS = "krul_sglang.engine.restore.draft_loads.DraftLoads.lease"
-_LOAD_STATES = "krul_sglang.engine.restore.loading.LayerWiseLoader._load_states"
 _COMMIT = "krul_backend.daemon.client.daemon_store.DaemonStore.commit"
 _RECOMPUTE = "krul_sglang.engine.restore.restore_forward.RestoreForward._recompute"
 _RUN_HEADS = "krul_sglang.adapter.head_recompute.HeadRecompute.run"
@@ -43,9 +41,6 @@ SKIPPED_HEADS = {**WITH_PLUGIN, _SKIP_HEADS: "1"}
 LEFT_OUT_DRAFTS = {**WITH_PLUGIN, _LEAVE_OUT_DRAFTS: "1"}
 """Environment of a server that never loads the draft model's KV."""
 
-
-LEFT_OUT_STATES = {**WITH_PLUGIN, _LEAVE_OUT_STATES: "1"}
-"""Environment of a server that never loads the states of recurrent layers, and so gives wrong answers."""
 
 SPOILED_STATES = {**WITH_PLUGIN, _SPOIL_STATES: "1"}
 """Environment of a server whose stored states of recurrent layers have a wrong byte each."""
@@ -103,8 +98,6 @@ def register() -> None:
         HookRegistry.register(_RECOMPUTE, skip_heads, HookType.AROUND)
     if os.environ.get(_LEAVE_OUT_DRAFTS):
         HookRegistry.register(_LEASE_DRAFTS, lambda original, *args: {}, HookType.AROUND)
-    if os.environ.get(_LEAVE_OUT_STATES):
-        HookRegistry.register(_LOAD_STATES, lambda original, *args: None, HookType.AROUND)
     if os.environ.get(_SPOIL_STATES):
         HookRegistry.register(_COMMIT, spoil_states, HookType.AROUND)
     if os.environ.get(_SPOIL_HEADS_OF_RANK):

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 46_630),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_930),
+    "product": (PRODUCT, 46_410),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 13_720),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_000,
@@ -28,8 +28,8 @@ LIMITS = {
         14_970,
     ),
     "benchmarks": (("benchmarks",), 9_620),
-    "tests": (("tests",), 59_200),
-    "tests/support": (("tests/support",), 5_750),
+    "tests": (("tests",), 59_000),
+    "tests/support": (("tests/support",), 5_720),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 
