@@ -57,7 +57,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         engine = KrulRuntime.of(params).engine
         setup = engine.setup
         self.steps = StepTimes()
-        self.tp_rank = setup.start_agreement.rank
+        self.tp_rank = setup.restore_agreement.rank
         self.model = setup.model
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
@@ -223,7 +223,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 num_accepted=req.spec_num_correct_drafts,
             )
             for name, (meaning, value) in self.draft.gauges().items():
-                show(f"draft_{name}", meaning, value, self.tp_rank)
+                show(f"draft_{name}", meaning, value, self._setup.start_agreement.rank)
 
     @timed
     def ended_turn(self, path: StoredPath, owner: TurnOwner, state_slot: Any = None) -> Turn:

@@ -133,7 +133,11 @@ class Served:
     log: str
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(
+    scope="module",
+    params=["experts", "experts-in-pairs-failing-loads"]
+    + [pytest.param(name, marks=pytest.mark.long) for name in ("latent", "experts-stuck-loads")],
+)
 def served(request: pytest.FixtureRequest, models: dict[str, Path], kept: dict[str, Played]) -> Served:
     mode = MODES[request.param]
     is_alone = mode.num_sharing == 1
