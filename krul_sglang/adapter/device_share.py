@@ -104,6 +104,9 @@ def reserve_share(scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
     runner = scheduler.tp_worker.model_runner
     modules = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+    if not modules:
+        # It is refused when its cache is made.
+        return
     first = modules[0]
     shape = LayerShape(first.tp_k_head_num, first.qk_head_dim, first.v_head_dim, runner.kv_cache_dtype)
     device = Device.of(next(runner.model.parameters()))
