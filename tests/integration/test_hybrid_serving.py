@@ -31,6 +31,7 @@ from tests.support.scenario import (
     request_payload,
     settled_stats,
     small_krul_server_args,
+    wait_until,
     wait_until_idle,
 )
 from tests.support.server_plugin import LEFT_OUT_STATES, SPOILED_STATES, faulty_loads
@@ -171,6 +172,11 @@ def test_states_come_back_from_the_disk_after_a_restart(
     prompt = random_prompt("branch", FIRST_TURN)
     with serving(model, **options) as server:
         first = ask(server, prompt, max_new_tokens=NEW_TOKENS)
+        # The turn's KV and its state.
+        wait_until(
+            lambda: settled_stats(server)["tiers"][0]["written_segments"] >= 2,
+            "a turn and its state to be written",
+        )
     history = [*prompt, *first.output_ids, *random_prompt("second", 60)]
     with serving(model, **options) as server:
         second = ask(server, history, max_new_tokens=NEW_TOKENS)
