@@ -289,6 +289,12 @@ def test_token_ids_are_those_of_the_boundary(hybrid: Hybrid) -> None:
 def test_a_strategy_that_looks_at_attention_is_refused() -> None:
     runner = make_runner()
     runner.token_to_kv_pool = None
+    runner.model_config = SimpleNamespace(
+        is_multimodal=False,
+        is_audio_model=False,
+        is_image_understandable_model=False,
+        is_audio_understandable_model=False,
+    )
     with pytest.raises(UnsupportedSetupError, match="a Mamba or hybrid model and a strategy"):
         attach_turn_capture(runner, KrulConfig(strategy="krul"))
 

@@ -143,8 +143,9 @@ def test_token_ids_of_a_head_come_to_the_device_by_the_staging(from_list: list[l
 class OtherRank:
     """Stands in for ``RankAgreement`` of two ranks: the other one says ``failure`` of its own proof."""
 
-    def __init__(self, failure: str = "") -> None:
+    def __init__(self, failure: str, rank: int) -> None:
         self._failure = failure
+        self.rank = rank
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
         return [content, self._failure.encode()]
@@ -180,8 +181,9 @@ def proven(
         pool=rig.pool,
         capture=None,
         config=SimpleNamespace(planner=planner),
-        restore_agreement=OtherRank(other_rank),
-        agreement=SimpleNamespace(rank=tp_rank),
+        start_agreement=OtherRank(other_rank, tp_rank),
+        states=None,
+        has_dp_attention=False,
     )
     return attach._proven_heads(setup, None)
 

@@ -84,7 +84,8 @@ class BusyTree:
             model=SimpleNamespace(is_settled=True),
             provenance=None,
             request_hints=None,
-            ended_turn=lambda path, owner: Turn(**vars(path), model=MODEL, ready=[]),
+            states=None,
+            ended_turn=lambda path, owner, state_slot=None: Turn(**vars(path), model=MODEL, ready=[]),
             wants_probe=lambda: False,
         )
         monkeypatch.setattr(UnifiedRadixCache, "dec_lock_ref", lambda cache, node, params: self.unlock(node))

@@ -23,6 +23,7 @@ def test_every_rank_restores_as_far_as_the_one_that_found_least(
         tensor.clamp_(max=of_others)
 
     wrapper: Any = KrulLinkerWrapper.__new__(KrulLinkerWrapper)
+    wrapper.cache_linker = SimpleNamespace(states=None)
     wrapper.cache = SimpleNamespace(_all_reduce_attn_groups=reduce)
     # Two pages are on the device: no more than these is nothing.
     assert wrapper._sync_restorable_prefix(found, num_pages=10, device_hit_pages=2) == expected
