@@ -49,6 +49,8 @@ class RecordingCosts:
 class ScriptedClock:
     """Its marks are at these seconds, one after the other."""
 
+    begin_ns = 0
+
     def __init__(self, *seconds: float) -> None:
         self.left = list(seconds)
 
