@@ -52,11 +52,12 @@ format: $(STAMP)
 
 # System packages of the Mooncake tier. Only this and `make chromium` need root; without them tests are skipped.
 mooncake: $(STAMP)
-	VENV="$(VENV)" scripts/install_mooncake_libraries.sh
+	$(BIN)/python -c 'import mooncake.store' 2>/dev/null || { scripts/install_packages.sh libibverbs1 librdmacm1 libnuma1 \
+		ibverbs-providers && $(BIN)/python -c 'import mooncake.store'; }
 
 # The browser that the tests of the daemon's web page use.
 chromium:
-	scripts/install_chromium.sh
+	command -v chromium >/dev/null || scripts/install_packages.sh chromium fonts-dejavu-core
 
 # An existing environment is kept; it is brought up to date when the project's requirements change.
 $(STAMP): pyproject.toml

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from krul_backend.errors import TierReadError
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.page_index import PageRun
@@ -134,6 +135,25 @@ def open_tier(directory: Path, disk: Disk | None = None, **options: Any) -> SsdT
 def begin_to_open(directory: Path, disk: Disk | None = None, **options: Any) -> SsdTier:
     options = {"capacity_bytes": CAPACITY_BYTES, "file_bytes": FILE_BYTES, **options}
     return SsdTier(directory, disk=disk, **options)
+
+
+def begin_stalled_fetch(
+    tier: SsdTier, disk: FaultyDisk, run: PageRun[Any]
+) -> tuple[threading.Thread, list[TierReadError]]:
+    """Fetch a held run in a thread, on a disk that stalls until ``disk.gate`` is set, and return the thread
+    and the list that gets its error."""
+    disk.gate.clear()
+    errors: list[TierReadError] = []
+
+    def read() -> None:
+        try:
+            fetch(tier, run)
+        except TierReadError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread, errors
 
 
 @contextmanager

@@ -25,11 +25,11 @@ LIMITS = {
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        16_350,
+        16_340,
     ),
     "benchmarks": (("benchmarks",), 9_950),
     "tests": (("tests",), 62_240),
-    "tests/support": (("tests/support",), 6_050),
+    "tests/support": (("tests/support",), 6_070),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 

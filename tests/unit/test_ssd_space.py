@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from krul_backend.errors import TierReadError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.interface import Checksums, block_checksums
 from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
@@ -27,9 +25,9 @@ from tests.support.ssd_builders import (
     CAPACITY_BYTES,
     FILE_BYTES,
     FaultyDisk,
+    begin_stalled_fetch,
     data_ranges,
     disk_bytes,
-    fetch,
     has,
     match,
     open_tier,
@@ -190,17 +188,7 @@ def test_what_is_being_read_keeps_its_bytes_until_the_read_ends(tmp_path: Path) 
     put(tier, "a", sizes=SIZES, seed=1)
     put(tier, "b", sizes=SIZES, seed=2)
     (run,) = match(tier, "a")
-    disk.gate.clear()
-    errors: list[TierReadError] = []
-
-    def read() -> None:
-        try:
-            fetch(tier, run)
-        except TierReadError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=read)
-    thread.start()
+    thread, errors = begin_stalled_fetch(tier, disk, run)
     while not disk.num_stalled:
         time.sleep(1e-3)
     used_bytes = tier.stats().used_bytes

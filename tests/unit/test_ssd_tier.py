@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from krul_backend.errors import ConfigError, DaemonError, TierReadError
+from krul_backend.errors import ConfigError, DaemonError
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
@@ -21,6 +21,7 @@ from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import (
     SIZES,
     FaultyDisk,
+    begin_stalled_fetch,
     busy_writer,
     disk_bytes,
     fetch,
@@ -273,17 +274,7 @@ def test_a_clear_drops_what_is_queued_and_stops_what_is_read(tmp_path: Path) -> 
     tier = open_tier(tmp_path, disk, read_timeout_s=20.0)
     put(tier, "a")
     (run,) = match(tier, "a")
-    disk.gate.clear()
-    errors: list[Exception] = []
-
-    def read() -> None:
-        try:
-            fetch(tier, run)
-        except TierReadError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=read)
-    thread.start()
+    thread, errors = begin_stalled_fetch(tier, disk, run)
     with busy_writer(tier, disk):
         done = threading.Event()
         blocks = random_blocks(SIZES, 0)

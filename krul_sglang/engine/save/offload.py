@@ -248,13 +248,12 @@ class TurnOffloader:
         noted = None
         try:
             noted = self._noted(turn)
+            pause = partial(self._gate.give_way, job.patience)
             with self._device.working_on(self._stream, turn.ready):
                 if self._drafts is not None:
                     # First, since the slots may be given away when the target's KV has been read.
-                    pause = partial(self._gate.give_way, job.patience)
                     self._drafts.save(turn, self._stream, pause, job.is_wanted, job.reading)
                 if self._states is not None:
-                    pause = partial(self._gate.give_way, job.patience)
                     self._states.save(turn, self._stream, pause, job.is_wanted)
                 cause = self._store_missing(job)
         except Exception:

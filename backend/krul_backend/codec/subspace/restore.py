@@ -264,7 +264,7 @@ class _CodedGroups(TailGroup):
 
     @property
     def keys(self) -> list[tuple[TailReader[SubspaceDecoder], int]]:
-        """What is decoded once: a segment's group of layers."""
+        """Names each tail by its reader and its group of layers; a tail is decoded once."""
         return [(reader, reader.decoder.group_of(self.layer)) for reader in self.readers]
 
     def fetch(self, device: Device, later: Sequence[TailGroup] = ()) -> None:

@@ -103,7 +103,7 @@ def begin_wave(groups: Sequence[Sequence[GroupTarget]], device: Device) -> list[
 
 @dataclass(frozen=True, eq=False)
 class GroupOnDevice:
-    """Where the tails of one group of a wave go. ``tails``, ``parts`` and ``slots``: see
+    """Says which slots the tails of one group of a wave go to. ``tails``, ``parts`` and ``slots``: see
     ``restore_group_layer``; ``first_tokens [layers, tails]``."""
 
     transform: GroupTransform

@@ -18,7 +18,7 @@ from krul_backend.tiers.common.conversations import MAX_LISTED_TURNS, Conversati
 from krul_backend.tiers.common.interface import DRAM_TIER, SegmentInfo, StoreStats, TierStats
 
 STATUS_PATH = "/v1/status"
-"""Where what the page shows is answered, to whoever has the token."""
+"""The page asks here for what it shows; only whoever has the token gets an answer."""
 
 MAX_AGE_S = 2.0
 """An answer is given again for so long: however many ask, the store is asked once."""

@@ -59,8 +59,8 @@ class Conversation:
 
     @property
     def spent_nats(self) -> float | None:
-        """What compression has cost it so far, as the mean KL divergence of its next tokens; None if that is
-        not known of some segment. A segment's damage is that at its own end: it counts less later."""
+        """The mean KL divergence of its next tokens that compression has cost so far; None if that is not
+        known of some segment. A segment's damage is that at its own end: it counts less later."""
         spent: dict[int, float] = {}
         for segment in self.segments:
             if segment.is_fast_copy:

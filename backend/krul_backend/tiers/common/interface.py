@@ -193,7 +193,7 @@ class Lease:
 
     @property
     def is_all_in_dram(self) -> bool:
-        """Whether no tier has more than that, either."""
+        """Whether every slice has its blocks, and no lower tier has more of its segment."""
         return self.is_in_dram and not any(part.lower for part in self.slices)
 
 

@@ -191,12 +191,7 @@ class PageIndex(Generic[SegmentT]):
             start_token = manifest.start_token + first_page * page_size
             if next_token is not None and start_token != next_token:
                 return PrefixMatch(tuple(runs), is_contradicted=True)
-            num_pages = num_equal_keys(page_keys, i, manifest.page_keys, first_page)
-            num_right = num_equal_pages(
-                token_ids[i * page_size : (i + num_pages) * page_size],
-                manifest.token_ids[first_page * page_size : (first_page + num_pages) * page_size],
-                page_size,
-            )
+            num_pages, num_right = num_right_pages(manifest, first_page, page_keys, i, token_ids)
             if num_right:
                 runs.append(PageRun(segment, first_page, first_page + num_right))
             if num_right < num_pages:
@@ -261,7 +256,25 @@ def missing_runs(is_there: Sequence[bool]) -> list[range]:
     return missing
 
 
-def num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ...], right_start: int) -> int:
+def num_right_pages(
+    manifest: SegmentManifest, first_page: int, page_keys: tuple[str, ...], start: int, token_ids: TokenIds
+) -> tuple[int, int]:
+    """Compare a segment from ``first_page`` on with a request from its page ``start`` on: how many pages have
+    equal keys, and how many leading ones of these have equal tokens, too.
+
+    ``token_ids``: ``[len(page_keys) * page_size]``.
+    """
+    page_size = manifest.model.page_size
+    num_pages = _num_equal_keys(page_keys, start, manifest.page_keys, first_page)
+    num_right = _num_equal_pages(
+        token_ids[start * page_size : (start + num_pages) * page_size],
+        manifest.token_ids[first_page * page_size : (first_page + num_pages) * page_size],
+        page_size,
+    )
+    return num_pages, num_right
+
+
+def _num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ...], right_start: int) -> int:
     """How many keys of two sequences are equal, from the given positions on."""
     num_pages = min(len(left) - left_start, len(right) - right_start)
     left_run = left[left_start : left_start + num_pages]
@@ -271,7 +284,7 @@ def num_equal_keys(left: tuple[str, ...], left_start: int, right: tuple[str, ...
     return next(i for i in range(num_pages) if left_run[i] != right_run[i])
 
 
-def num_equal_pages(left: TokenIds, right: TokenIds, page_size: int) -> int:
+def _num_equal_pages(left: TokenIds, right: TokenIds, page_size: int) -> int:
     """How many leading pages have all token ids equal; both are ``[num_pages * page_size]``."""
     # Comparing memory, with its copies, is several times faster than comparing elements.
     if left.dtype == right.dtype and left.tobytes() == right.tobytes():

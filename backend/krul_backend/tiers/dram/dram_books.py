@@ -346,7 +346,7 @@ class DramBooks:
         self._leave_index(segment)
 
     def _leave_index(self, segment: StoredSegment) -> None:
-        """As ``remove``, for a segment that has no pin; the orders of eviction still know it."""
+        """Take a segment without a pin out of the books, but leave it in the orders of eviction."""
         self.index_of(segment).remove(segment)
         del self.segments[segment.segment_id]
         self.leaving.discard(segment.segment_id)

@@ -9,13 +9,7 @@ from contextlib import contextmanager
 
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Clock
-from krul_backend.tiers.common.page_index import (
-    PageIndex,
-    PageRun,
-    PrefixMatch,
-    num_equal_keys,
-    num_equal_pages,
-)
+from krul_backend.tiers.common.page_index import PageIndex, PageRun, PrefixMatch, num_right_pages
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient
 from krul_backend.tiers.mooncake.stored_object import (
     MAX_METADATA_BYTES,
@@ -256,7 +250,7 @@ class Lookup:
                 self._on_damage()
                 continue
             manifest, checksums = decoded
-            num_pages = _num_leading_pages(manifest, page_keys, token_ids)
+            _, num_pages = num_right_pages(manifest, 0, page_keys, 0, token_ids)
             if num_pages > most_pages:
                 most_pages, best = num_pages, StoredObject(prefix, place, manifest, checksums, 0.0)
             if num_pages == len(page_keys):
@@ -268,10 +262,3 @@ class Lookup:
             return 0
         self._known.add(best, num_clears)
         return most_pages
-
-
-def _num_leading_pages(manifest: SegmentManifest, page_keys: tuple[str, ...], token_ids: TokenIds) -> int:
-    """How many leading pages a segment holds with the same tokens."""
-    page_size = manifest.model.page_size
-    num_tokens = num_equal_keys(manifest.page_keys, 0, page_keys, 0) * page_size
-    return num_equal_pages(manifest.token_ids[:num_tokens], token_ids[:num_tokens], page_size)

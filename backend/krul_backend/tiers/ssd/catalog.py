@@ -158,7 +158,7 @@ class Catalog:
 
     @property
     def is_dropping(self) -> bool:
-        """Whether there is something that left and still takes space, although nobody reads it."""
+        """Whether space can be given back: a record has left, and nobody reads it."""
         return bool(self._gone) or bool(self.not_read())
 
     def not_read(self) -> list[int]:
@@ -182,7 +182,7 @@ class Catalog:
         ]
 
     def has(self, place: int) -> bool:
-        """Whether a record has not left."""
+        """Whether the record at a place is still stored."""
         return place not in self._gone and self.index.entry(place) is not None
 
     def kept(self, place: int) -> SsdSegment | None:

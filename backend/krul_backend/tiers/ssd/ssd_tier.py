@@ -17,7 +17,7 @@ from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspension, TailRead
-from krul_backend.tiers.common.page_index import PageRun, missing_runs, num_equal_keys, num_equal_pages
+from krul_backend.tiers.common.page_index import PageRun, missing_runs, num_right_pages
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 from krul_backend.tiers.common.record import RECORD_ALIGN, SegmentRecord, encode_metadata, no_checksums
 from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, medium_errors
@@ -258,12 +258,7 @@ class SsdTier(LowerTier):
             start_token = manifest.start_token + first_page * page_size
             num_keys = num_right = 0
             if manifest.model == model and next_token in (None, start_token):
-                num_keys = num_equal_keys(keys, at, manifest.page_keys, first_page)
-                num_right = num_equal_pages(
-                    token_ids[at * page_size : (at + num_keys) * page_size],
-                    manifest.token_ids[first_page * page_size : (first_page + num_keys) * page_size],
-                    page_size,
-                )
+                num_keys, num_right = num_right_pages(manifest, first_page, keys, at, token_ids)
             if num_right:
                 runs.append(PageRun(segment, first_page, first_page + num_right))
             else:
