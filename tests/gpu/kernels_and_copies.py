@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,7 @@ from tests.support.restore_oracle import RestoreCase, check_restored, encode_cas
 from tests.support.subspace_builders import make_bases
 
 REPEATS = 20
+PROCESSES = 8
 HEADS = ((1, 32, 32), (7, 64, 64), (4, 80, 96), (2, 256, 256), (3, 50, 31))
 """KV heads, channels of a key, channels of a value."""
 
@@ -84,9 +88,12 @@ def kernels_equal_the_reference(setting: Setting) -> dict[str, int]:
         )
     )
     cases = cases[::7] if setting.is_dry else cases
-    for case in cases:
-        check_restored(case, restore_layer, setting.device)
+    _check_each(_check_restore, cases, setting)
     return {"cases": len(cases)}
+
+
+def _check_restore(setting: Setting, case: RestoreCase) -> None:
+    check_restored(case, restore_layer, setting.device)
 
 
 def unknown_units_are_decoded(setting: Setting) -> str:
@@ -129,8 +136,7 @@ def groups_equal_the_reference(setting: Setting) -> dict[str, int]:
         )
     ]
     cases = cases[::11] if setting.is_dry else cases
-    for case in cases:
-        check_group(case, begin_groups, setting.on_device)
+    _check_each(_check_group, cases, setting)
     # A conversation of many turns.
     turns = [
         replace(cases[0], rank=90, num_tokens=10 + 37 * number, start_token=1000 * number, head_tokens=number)
@@ -139,6 +145,22 @@ def groups_equal_the_reference(setting: Setting) -> dict[str, int]:
     check_groups(turns, begin_groups, setting.on_device)
     check_wave([turns, cases[:1], turns[:2]], begin_groups, setting.on_device)
     return {"cases": len(cases), "segments together": len(turns)}
+
+
+def _check_group(setting: Setting, case: GroupCase) -> None:
+    check_group(case, begin_groups, setting.on_device)
+
+
+def _check_each(check: Callable[[Setting, Any], None], cases: Sequence[Any], setting: Setting) -> None:
+    """Check all cases, on a GPU in several processes: most of the time goes into compiling kernels."""
+    if setting.is_dry:
+        for case in cases:
+            check(setting, case)
+        return
+    num_processes = min(PROCESSES, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
+        # What a case has raised is raised here.
+        list(pool.map(partial(check, setting), cases))
 
 
 def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
