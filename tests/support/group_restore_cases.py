@@ -157,11 +157,12 @@ def encode_case(
 ) -> tuple[SubspaceDecoder, torch.Tensor, Sequence[LayerKV]]:
     """The decoder of a case, on ``device``, the group's whole block and the KV that it was encoded from."""
     bases = make_bases(case.shape, [num_layers], rank=case.rank, decay=case.decay)
-    rotary = rotary_table(case.rotary_dim, 8192, case.is_neox) if case.rotary_dim > 0 else None
+    rotary = rotary_table(case.rotary_dim, 32_768, case.is_neox) if case.rotary_dim > 0 else None
     layers = make_layers(bases, case.num_tokens, rotary, start_token=case.start_token)
     codec = SubspaceCodec(bases.to(device.torch_device), rotary, num_first_tokens=case.num_first_tokens)
+    of_pool = [LayerKV(kv.k.to(device.torch_device), kv.v.to(device.torch_device)) for kv in layers]
     encoded = codec.encode(
-        layers.__getitem__,
+        of_pool.__getitem__,
         start_token=case.start_token,
         num_tokens=case.num_tokens,
         attention=_attention(case, num_layers),
