@@ -94,8 +94,8 @@ KV in pinned host memory, an idle server.
   wait for {1e6 * WAIT_S:.0f} us, added to the copy of the layer or group.
 - Links reach 80% of their rate, products of a prefill half of the peak, attention 40%, device memory 70%.
 - Bases: {BASES_RATIO:.0f} times fewer bytes, coefficients for {CODED_SHARE:.0%} of the channels, each
-  {1e6 * COEFFICIENT_S:.0f} us in the coder, however many tokens there are; of up to {MOST_WAVE_GROUPS} groups
-  side by side, as far as their coefficients have room.
+  {1e6 * COEFFICIENT_S:.1f} us in the coder, as on an H200, however many tokens there are; of up to
+  {MOST_WAVE_GROUPS} groups side by side, as far as their coefficients have room.
 - Communication between GPUs is left out, so what TP 8 recomputes takes longer than this."""
 
 

@@ -40,7 +40,7 @@ class DamagedBlockError(KrulError):
 class BlockChecks:
     """Checks the blocks of one batch of loads in the order in which they are announced.
 
-    On a GPU threads of its own check them: hashing releases the GIL and is faster than most buses, so that
+    On a GPU threads of its own check them: together they are faster than most buses, and hold no GIL, so that
     copies seldom wait for it. On a CPU the thread that announces does it at once, since all compete for the
     cores. A block that is still on its way to DRAM is waited for until ``deadline_s()`` on
     ``time.monotonic``, which may move meanwhile. A wrong block is reported with

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from krul_backend.errors import ManifestError, Refusal, TierReadError
 from krul_backend.segment import (
@@ -20,6 +19,7 @@ from krul_backend.segment import (
     range_bytes_for,
     tail_num_bytes,
 )
+from krul_backend.tiers.common.range_hashes import hash_ranges
 
 PENDING, LANDED, FAILED = 0, 1, 2
 
@@ -405,9 +405,7 @@ class DamageReport:
 def block_checksum(block: Block, range_bytes: int = MIN_RANGE_BYTES) -> bytes:
     """XXH3 (64 bit, big endian) of each range of a block, one after another. Ranges are counted from the
     block's end: only the first one may be shorter than ``range_bytes``. Belongs outside every lock."""
-    data, num_bytes = block.data, block.nbytes
-    ends = range(num_bytes % range_bytes or range_bytes, num_bytes + 1, range_bytes)
-    return b"".join(xxhash.xxh3_64_digest(data[max(0, end - range_bytes) : end]) for end in ends)
+    return hash_ranges(block, range_bytes).astype(">u8").tobytes()
 
 
 def block_checksums(blocks: Sequence[Block], range_bytes: int | None = None) -> Checksums:
