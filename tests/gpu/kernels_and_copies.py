@@ -37,6 +37,9 @@ from tests.support.subspace_builders import make_bases
 
 REPEATS = 20
 PROCESSES = 8
+CODED_COEFFICIENTS, MAX_DAMAGE = 2560, 10.0
+"""A quarter of the channels, and so large steps that KV becomes about 18 times smaller, as that of real
+models does: of smaller steps most coefficients would be multiplied in fp32."""
 HEADS = ((1, 32, 32), (7, 64, 64), (4, 80, 96), (2, 256, 256), (3, 50, 31))
 """KV heads, channels of a key, channels of a value."""
 
@@ -166,7 +169,9 @@ def _check_each(check: Callable[[Setting, Any], None], cases: Sequence[Any], set
 def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
     """GB of bf16 KV written per second: 5 layers of 8 heads of 128, upload, coder and product together."""
     settings, rank = (
-        ([(2, 100)], 20) if setting.is_dry else ([(1, 512), (1, 2048), (1, 8192), (16, 512)], 1024)
+        ([(2, 100)], 20)
+        if setting.is_dry
+        else ([(1, 512), (1, 2048), (1, 8192), (16, 512)], CODED_COEFFICIENTS)
     )
     shape = LayerShape(8, 128, 128, torch.bfloat16)
     layers_of_group = 1 if setting.is_dry else 5
@@ -174,7 +179,7 @@ def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
     codec = SubspaceCodec(bases.to(torch.device(setting.device)), rotary_table(128, 8192))
     device, rows = setting.on_device, []
     for num_segments, num_tokens in settings:
-        decoder, block = encode_drawn(codec, num_tokens, device)
+        decoder, block = encode_drawn(codec, num_tokens, device, MAX_DAMAGE)
         buffers = [
             tuple(
                 torch.zeros(num_segments * num_tokens, 8, 128, dtype=shape.dtype, device=setting.device)
@@ -198,6 +203,8 @@ def group_bandwidth(setting: Setting) -> list[dict[str, Any]]:
                 "segments": num_segments,
                 "tokens": num_tokens,
                 "ratio": round(num_bytes / num_segments / block.nbytes, 1),
+                "coefficients": int((tail.scales > 0).sum()),
+                "in_fp32": tail.num_exact,
                 "upload_and_coder_us": round(coder_s * 1e6, 1),
                 "of_eight_groups_us": round(wave_s * 1e6, 1),
                 "us": round(seconds * 1e6, 1),

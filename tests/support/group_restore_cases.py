@@ -173,7 +173,7 @@ def encode_case(
 
 
 def encode_drawn(
-    codec: SubspaceCodec, num_tokens: int, device: Device
+    codec: SubspaceCodec, num_tokens: int, device: Device, max_damage: float = 0.01
 ) -> tuple[SubspaceDecoder, torch.Tensor]:
     """The decoder and the page-locked block of random KV in the first group of a codec's bases."""
     layers = codec.draw(num_tokens)
@@ -182,7 +182,7 @@ def encode_drawn(
         start_token=0,
         num_tokens=num_tokens,
         attention=None,
-        max_damage=0.01,
+        max_damage=max_damage,
     )
     block = device.host_empty(encoded.blocks[0].shape, torch.uint8).copy_(encoded.blocks[0])
     return codec.open(encoded.params, start_token=0, num_tokens=num_tokens), block

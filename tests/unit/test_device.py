@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from krul_backend import device as device_module
 from krul_backend.device import Device, StreamClock
 from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.engine.common.store_connection import lock_arena
@@ -205,6 +206,22 @@ def test_pages_are_locked_in_a_thread_that_ends(
     (thread,) = threads
     assert thread is not threading.current_thread()
     assert not thread.is_alive()
+
+
+def test_all_pages_have_memory_before_they_are_locked(
+    strict: StrictDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "_TOUCHED_BYTES", 1 << 20)
+    num_bytes = (3 << 20) + 4096
+    file = os.memfd_create("arena", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, num_bytes)
+        arena = np.frombuffer(mmap.mmap(file, num_bytes), dtype=np.uint8)
+        assert os.fstat(file).st_blocks == 0
+        strict.lock_pages(arena)
+        assert 512 * os.fstat(file).st_blocks == num_bytes
+    finally:
+        os.close(file)
 
 
 def test_a_cpu_has_nothing_to_lock() -> None:

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 49_150),
+    "product": (PRODUCT, 49_170),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 14_680),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
@@ -28,7 +28,7 @@ LIMITS = {
         16_400,
     ),
     "benchmarks": (("benchmarks",), 9_950),
-    "tests": (("tests",), 62_320),
+    "tests": (("tests",), 62_350),
     "tests/support": (("tests/support",), 6_070),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
