@@ -49,7 +49,9 @@ LONG = "hours"
 
 def main() -> int:
     arguments = _parser().parse_args()
-    setting = Setting(device=arguments.device, folder=arguments.out.absolute(), model=arguments.model)
+    setting = Setting(
+        arguments.device, arguments.out.absolute(), arguments.model, tuple(arguments.server_args)
+    )
     names = arguments.stages.split(",") + ([LONG] if arguments.long else [])
     unknown = [name for name in names if name not in STAGES]
     if unknown:
@@ -69,6 +71,7 @@ def main() -> int:
             command = [sys.executable, "-m", "tests.gpu", "--here", "--stages", name]
             command += ["--device", setting.device, "--out", str(setting.folder)]
             command += [] if setting.model is None else ["--model", setting.model]
+            command += [f"--server-arg={argument}" for argument in setting.server_args]
             is_passed = run_within(planned.limit_s, command, name, setting)
         failed += [] if is_passed else [name]
     if not arguments.here:
@@ -107,6 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="cuda:0", help='"cpu" runs every line that a CPU can run')
     add("--out", type=Path, default=Path("gpu-check"), help="folder for the JSON files")
     add("--model", default=None, help="checkpoint for the servers (default: one that is bundled or made)")
+    add(
+        "--server-arg",
+        dest="server_args",
+        action="append",
+        default=[],
+        help="one more argument of every server, repeatable, such as --server-arg=--attention-backend=triton",
+    )
     add("--here", action="store_true", help="in this process, without limits of time")
     return parser
 

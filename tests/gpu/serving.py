@@ -163,6 +163,7 @@ def open_server(
         args=(
             *("--page-size", "16", "--max-total-tokens", "4096", "--enable-cache-report"),
             *(() if options is None else (*KRUL, "--unified-cache-external-linker-config", config)),
+            *setting.server_args,
             *args,
         ),
         env={**STRICT, **WITH_PLUGIN, **(env or {})},

@@ -21,11 +21,13 @@ from krul_sglang.json_file import write_json
 
 @dataclass(frozen=True)
 class Setting:
-    """Where checks run and write. ``model``: a checkpoint for servers; None for the bundled one."""
+    """Where checks run and write. ``model``: a checkpoint for servers; None for the bundled one.
+    ``server_args``: further arguments of every server, before those of the check."""
 
     device: str
     folder: Path
     model: str | None = None
+    server_args: tuple[str, ...] = ()
 
     @property
     def on_device(self) -> Device:
