@@ -101,6 +101,7 @@ def build_cache(ctx: Any) -> Any:
     from sglang.srt.runtime_context import get_context, get_memory, get_parallel
 
     from krul_backend.codec.registry import ModelCodecs
+    from krul_backend.tiers.common.range_hashes import compile_hashes
     from krul_sglang.adapter.attach import measure, most_chunk_tokens
     from krul_sglang.adapter.kv_pool import open_draft, open_model_pool, stores_kv
     from krul_sglang.adapter.model_bases import BasesFile
@@ -163,6 +164,7 @@ def build_cache(ctx: Any) -> Any:
     if ctx.tp_rank == 0:
         logger.info("krul: configuration %s", config.as_dict())
         logger.info("krul: %s", what_may_change(config))
+    compile_hashes()
     connection = connect_store(
         config,
         model.identity,

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 49_170),
+    "product": (PRODUCT, 49_180),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 14_680),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
@@ -25,7 +25,7 @@ LIMITS = {
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        16_400,
+        16_410,
     ),
     "benchmarks": (("benchmarks",), 9_950),
     "tests": (("tests",), 62_350),

@@ -40,6 +40,11 @@ def hash_ranges(block: Bytes, range_bytes: int) -> NDArray[np.uint64]:
     return hashes
 
 
+def compile_hashes() -> None:
+    """Compile what ``hash_ranges`` runs, before the first block has to wait for that."""
+    hash_ranges(np.zeros(1, np.uint8), 1)
+
+
 @compiled
 def _hash_ranges(address: Any, first_bytes: Any, range_bytes: Any, hashes: Any) -> None:
     num_bytes = first_bytes
