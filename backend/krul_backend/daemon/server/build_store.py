@@ -14,7 +14,6 @@ from krul_backend.memory import parse_bytes
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.eviction import make_policy
 from krul_backend.tiers.common.lower_tier import LowerTier
-from krul_backend.tiers.common.range_hashes import compile_hashes
 from krul_backend.tiers.dram import HostStore
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ Options = TypeVar("Options", bound="DataclassInstance")
 
 def build_store(config: DaemonConfig) -> TieredStore:
     """Build the store. Raises ConfigError or DaemonError if a tier cannot be opened."""
-    compile_hashes()
     try:
         host = HostStore(config.arena_bytes, make_policy(config.eviction), tenant_quota=config.tenant_quota)
     except OSError as error:
