@@ -11,6 +11,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from krul_backend.segment import num_ranges
+
 logger = logging.getLogger(__name__)
 
 _compiled: Callable[..., None] | None = None
@@ -19,13 +21,12 @@ _compiled: Callable[..., None] | None = None
 def hash_ranges(block: NDArray[np.uint8], range_bytes: int) -> NDArray[np.uint64]:
     """XXH3 (64 bit) of each range of a block, one after another. Ranges are counted from the block's end:
     only the first one may be shorter than ``range_bytes``. Faster after ``compile_hashes``."""
-    num_ranges = -(-block.nbytes // range_bytes)
-    first_bytes = block.nbytes - (num_ranges - 1) * range_bytes
-    hashes = np.empty(num_ranges, np.uint64)
-    if num_ranges and _compiled is not None:
+    hashes = np.empty(num_ranges(block.nbytes, range_bytes), np.uint64)
+    first_bytes = block.nbytes - (len(hashes) - 1) * range_bytes
+    if _compiled is not None:
         address = block.__array_interface__["data"][0]
         _compiled(np.uint64(address), np.uint64(first_bytes), np.uint64(range_bytes), hashes)
-    elif num_ranges:
+    else:
         ends = range(first_bytes, block.nbytes + 1, range_bytes)
         hashes[:] = [xxhash.xxh3_64_intdigest(block.data[max(0, end - range_bytes) : end]) for end in ends]
     return hashes
@@ -39,7 +40,9 @@ def compile_hashes() -> None:
     """
     global _compiled
     from llvmlite import binding
-    from numba import njit, types
+    from numba import types
+
+    from krul_backend.machine_code import compiled
 
     module = find_spec("xxhash._xxhash")
     if module is not None and module.origin is not None:
@@ -49,7 +52,7 @@ def compile_hashes() -> None:
         return
     xxh3 = types.ExternalFunction("XXH3_64bits", types.uint64(types.uintp, types.uintp))
 
-    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    @compiled
     def hash_all(address: Any, first_bytes: Any, range_bytes: Any, hashes: Any) -> None:
         num_bytes = first_bytes
         for number in range(len(hashes)):
