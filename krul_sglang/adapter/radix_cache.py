@@ -114,6 +114,8 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         """
         window = self._window(queue)
         returning = self.cache_linker.returning
+        if self.cache_linker.offloader.encoder.lacks_room:
+            returning.give_copies_back()
         before = returning.queue
         num_again = _num_looked_up_again(before, window)
         known = frozenset(before)
@@ -356,7 +358,12 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     def _finish_jobs(self, jobs: Sequence[Job], wait_s: float) -> None:
         """Wait so long until turns are read, for those that need the daemon only while it is prompt."""
         is_prompt = self.cache_linker.asking.patience.is_prompt
-        self.cache_linker.offloader.finish(jobs, wait_s, is_store_prompt=is_prompt)
+        self.cache_linker.offloader.finish(
+            jobs,
+            wait_s,
+            is_store_prompt=is_prompt,
+            make_room=self.cache_linker.returning.give_copies_back,
+        )
 
     def probe_when_idle(self) -> None:
         """Let the linker probe the path that is kept for it, if any. Called when no request runs or waits."""

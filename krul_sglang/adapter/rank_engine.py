@@ -46,6 +46,7 @@ from krul_sglang.engine.restore import (
 )
 from krul_sglang.engine.save import (
     MAX_LAYER_BYTES,
+    CompanionSaver,
     Decision,
     DraftSaver,
     SelectorDecision,
@@ -187,8 +188,7 @@ class RankEngine:
             copy_room=partial(copy_room, store, capacity_bytes, setup.num_ranks_here),
             keeps_copies=config.fast_copies == AUTO,
             stores=setup.stores,
-            drafts=self._draft_saver(measured.costs),
-            states=None if setup.states is None else StateSaver(store, setup.states, pool, measured.costs),
+            companions=_companion_savers(setup, measured.costs),
             reasons=self.reasons,
         )
         planning = RestorePlanning(
@@ -248,11 +248,14 @@ class RankEngine:
             model.identity.name,
         )
 
-    def _draft_saver(self, costs: OnlineCosts) -> DraftSaver | None:
-        setup = self.setup
-        if setup.draft is None or not setup.draft.stores:
-            return None
-        return DraftSaver(setup.connection.store, setup.draft, MAX_LAYER_BYTES, costs)
+
+def _companion_savers(setup: RankSetup, costs: OnlineCosts) -> list[CompanionSaver]:
+    savers: list[CompanionSaver] = []
+    if setup.draft is not None and setup.draft.stores:
+        savers.append(DraftSaver(setup.connection.store, setup.draft, MAX_LAYER_BYTES, costs))
+    if setup.states is not None:
+        savers.append(StateSaver(setup.connection.store, setup.states, setup.pool, costs))
+    return savers
 
 
 def _selector_decision(setup: RankSetup) -> SelectorDecision:

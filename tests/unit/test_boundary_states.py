@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,7 +93,7 @@ class Hybrid:
 
     def save(self, turn: Turn, *, is_wanted: bool = True) -> None:
         stream = self.states.pool.streams.new_stream()
-        self.saver.save(turn, stream, lambda: None, lambda: is_wanted)
+        self.saver.save(turn, stream, lambda: None, lambda: is_wanted, lambda: nullcontext(True))
         self.saver.release(turn)
 
     def boundaries(self, keys: Sequence[str] | None = None) -> list[int]:

@@ -60,6 +60,19 @@ def test_a_lease_prefers_them_where_a_run_begins(store: HostStore) -> None:
     assert ids_of(without) == [first, second]
 
 
+def test_a_lease_that_avoids_them_has_them_where_there_is_nothing_else(store: HostStore) -> None:
+    first, _ = put(store, "c", 0, 2, SMALL)
+    put(store, "c", 0, 2, LARGE, is_fast_copy=True)
+    copy, _ = put(store, "c", 2, 4, LARGE, is_fast_copy=True)
+    keys = page_keys("c", 0, 4)
+    lease = found(store.lease(MODEL, keys, tokens_of(keys), fast_copies="avoid"))
+    assert [(piece.segment_id, piece.is_fast_copy) for piece in lease.slices] == [
+        (first, False),
+        (copy, True),
+    ]
+    assert lease.num_pages == 4
+
+
 def test_a_lease_of_nothing_but_them_ends_where_there_is_none(store: KVStore) -> None:
     put(store, "c", 0, 4, SMALL)
     copies = [put(store, "c", first, first + 1, SMALL, is_fast_copy=True)[0] for first in (0, 1, 3)]
@@ -77,7 +90,7 @@ def test_a_lease_that_serves_no_request_is_no_lookup(store: KVStore) -> None:
     put(store, "c", 0, 2, LARGE, is_fast_copy=True)
     before = store.stats()
     keys = page_keys("c", 0, 2)
-    for kind in ("skip", "only"):
+    for kind in ("avoid", "skip", "only"):
         lease = store.lease(MODEL, keys, tokens_of(keys), fast_copies=kind)  # type: ignore[arg-type]
         assert lease is not None
         store.release(lease)

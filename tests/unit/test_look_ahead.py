@@ -47,7 +47,10 @@ class Queue:
             token_to_kv_pool_allocator=SimpleNamespace(size=POOL_TOKENS),
             page_size=4,
         )
-        self.wrapper.cache_linker = SimpleNamespace(returning=Returning(), end_lease=self.released.append)
+        has_room = SimpleNamespace(encoder=SimpleNamespace(lacks_room=False))
+        self.wrapper.cache_linker = SimpleNamespace(
+            returning=Returning(), end_lease=self.released.append, offloader=has_room
+        )
 
     def request(self, rid: str, num_tokens: int) -> Any:
         def look_up(cache: Any, *, cow_mamba: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,10 @@ class FakeOffloader:
         self.jobs.append(job)
         return job
 
-    def finish(self, jobs: list[Any], timeout_s: float, *, is_store_prompt: bool) -> None:
+    def finish(
+        self, jobs: list[Any], timeout_s: float, *, is_store_prompt: bool, make_room: Callable[[], None]
+    ) -> None:
+        make_room()
         self.waits.append(([job.name for job in jobs], timeout_s))
         self.was_prompt = is_store_prompt
 
@@ -79,6 +83,7 @@ class BusyTree:
         self.linker.pending_offloads = []
         self.linker.cache_linker = SimpleNamespace(
             offloader=self.offloader,
+            returning=SimpleNamespace(give_copies_back=lambda: None),
             asking=SimpleNamespace(patience=DaemonPatience()),
             steps=StepTimes(),
             model=SimpleNamespace(is_settled=True),

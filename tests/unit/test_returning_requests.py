@@ -20,7 +20,7 @@ from krul_sglang.engine.restore.returning_requests import (
     RETRY_PREFETCH_S,
     ReturningRequests,
 )
-from tests.support.store_builders import Clock, page_keys, tokens_of, wait_until
+from tests.support.store_builders import Clock, page_keys, put, tokens_of, wait_until
 from tests.support.tiered_builders import (
     FLAGS_BYTES,
     MODEL,
@@ -527,7 +527,7 @@ def test_a_store_that_fails_leaves_no_lease(
     put_below(rig.ssd, "c", 0, 4)
     promise(waiting)
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise ValueError("as the store says")
 
     lease = rig.store.lease
@@ -549,6 +549,38 @@ def test_a_store_that_fails_leaves_no_lease(
     assert promise(waiting) == 4
     waiting.release_all()
     rig.assert_nothing_is_held()
+
+
+def test_one_that_waits_gives_a_copy_back_as_soon_as_it_is_encoded(
+    rig: Rig, waiting: ReturningRequests, clock: Clock
+) -> None:
+    put(rig.store, "c", 0, 4, SIZES, is_fast_copy=True)
+    look_ahead(waiting, "c")
+    before = lookups(rig)
+
+    def held() -> list[bool]:
+        with waiting.looking_ahead() as queue:
+            queue += "c"
+        lease = waiting._requests["c"].lease
+        assert lease is not None
+        return [piece.is_fast_copy for piece in lease.lease.slices]
+
+    clock.now_s += RENEW_INTERVAL_S
+    waiting.give_copies_back()
+    assert held() == [True]
+    put(rig.store, "c", 0, 4, SIZES)
+    waiting.give_copies_back()
+    # The store is not asked again at once.
+    assert held() == [True]
+    clock.now_s += RENEW_INTERVAL_S
+    waiting.give_copies_back()
+    assert held() == [False]
+    # That is no lookup, and the room of the copy is free.
+    assert lookups(rig) == before
+    assert rig.store.stats().num_leases == 1
+    rig.store.drop_fast_copies(MODEL, page_keys("c", 0, 4))
+    assert rig.store.stats().fast_copy_bytes == 0
+    assert end_all(rig, waiting, "c") == "c"
 
 
 def test_many_leases_are_renewed_in_several_rounds(

@@ -141,6 +141,27 @@ def test_a_turn_that_is_evicted_while_it_waits_keeps_what_was_copied(busy: BusyB
     assert busy.nothing_is_held()
 
 
+def test_room_is_made_while_an_evicted_turn_waits_for_it(busy: BusyBench) -> None:
+    stats = busy.store.stats()
+    sizes = [stats.largest_free_bytes // NUM_LAYERS] * NUM_LAYERS
+    reservation = busy.store.reserve(sizes)
+    assert reservation is not None
+    job = busy.offloader.submit(busy.turn("a", 2))
+    wait_until(lambda: busy.encoder.lacks_room)
+    asked = []
+
+    def make_room() -> None:
+        if not asked:
+            busy.store.abort(reservation)
+        asked.append(job.has_read.is_set())
+
+    busy.offloader.finish([job], PATIENCE_S, is_store_prompt=True, make_room=make_room)
+    assert asked[0] is False
+    assert not job.is_revoked
+    assert busy.offloader.pop_completed()
+    assert not busy.encoder.lacks_room
+
+
 def test_a_turn_that_is_evicted_before_its_time_still_takes_part_in_what_ranks_decide(
     busy: BusyBench,
 ) -> None:

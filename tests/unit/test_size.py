@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 49_180),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 14_680),
+    "product": (PRODUCT, 49_240),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 14_740),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_140,
@@ -28,7 +28,7 @@ LIMITS = {
         16_410,
     ),
     "benchmarks": (("benchmarks",), 9_950),
-    "tests": (("tests",), 62_370),
+    "tests": (("tests",), 62_430),
     "tests/support": (("tests/support",), 6_070),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

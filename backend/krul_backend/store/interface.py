@@ -95,8 +95,8 @@ class KVStore(Protocol):
         tokens: see the headers. What lies in a lower tier is left out if next to nothing of its segment would
         be used. **Bytes are not verified here**: see ``SegmentSlice.checksums``.
 
-        ``fast_copies``: "prefer" them where there are some; "skip" them; or find "only" them. A lease that
-        does not "prefer" them serves no request: it does not count as a lookup or a use.
+        ``fast_copies``: "prefer" them where there are some; "avoid" them where there is anything else; "skip"
+        them; or find "only" them. Only a lease that prefers them counts as a lookup and a use.
 
         Raises:
             ValueError: if ``token_ids`` does not have ``len(page_keys) * page_size`` elements.

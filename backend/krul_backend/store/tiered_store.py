@@ -132,7 +132,7 @@ class TieredStore(KVStore):
         slices = [piece for part in parts for piece in part.slices]
         num_pages = sum(part.num_pages for part in parts)
         completions: dict[int, Part] = {}
-        if fast_copies == "prefer":
+        if fast_copies in ("prefer", "avoid"):
             keys, tokens = tuple(page_keys), np.asarray(token_ids)
             try:
                 completions |= fuller_copies(self._host, self._tiers, model, keys, tokens, slices)

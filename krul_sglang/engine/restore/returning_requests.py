@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import DRAM_TIER, Lease, Prefetched, SegmentSlice
+from krul_backend.tiers.common.interface import DRAM_TIER, FastCopies, Lease, Prefetched, SegmentSlice
 from krul_sglang.engine.common.asking import AskingThread, Question
 from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.served_model import ServedModel
@@ -232,6 +232,23 @@ class ReturningRequests:
             return self._give_room(missing, prefetch) or not completes
         self._prefetches.append((missing, prefetch))
         return True
+
+    def give_copies_back(self) -> None:
+        """Have those that wait hold what is encoded in place of its fast copies: somebody needs their room.
+
+        The store is asked at most every ``RENEW_INTERVAL_S`` about one of them.
+        """
+        latest_s = self._clock() - RENEW_INTERVAL_S
+        asked = [
+            (request, held, self._ask_again(held, fast_copies="avoid"))
+            for request in self._in_order()
+            if (held := request.lease) is not None
+            and request.renewal is None
+            and held.asked_s <= latest_s
+            and any(piece.is_fast_copy for piece in held.lease.slices)
+        ]
+        for request, held, again in asked:
+            request.lease = self._use_again(held, again)
 
     def queue_load(self, rid: str, load: Load) -> None:
         """Have the load of a request start with the next batch. The load owns its lease."""
@@ -478,12 +495,16 @@ class ReturningRequests:
             num_arriving=renewed.prefetched.num_pages,
         )
 
-    def _ask_again(self, held: HeldLease) -> Question[Renewed | None]:
+    def _ask_again(self, held: HeldLease, *, fast_copies: FastCopies = "prefer") -> Question[Renewed | None]:
         """Ask for a lease in place of an earlier one, which says what has arrived in DRAM since."""
         identity, page_keys, token_ids = self._model.identity, held.page_keys, held.token_ids
-        return self._asking.ask(
-            lambda: Renewed(self._store.lease(identity, page_keys, token_ids()), Prefetched())
-        )
+
+        def lease() -> Renewed:
+            return Renewed(
+                self._store.lease(identity, page_keys, token_ids(), fast_copies=fast_copies), Prefetched()
+            )
+
+        return self._asking.ask(lease)
 
     def _renewed(self, held: HeldLease, renewed: Renewed | None) -> HeldLease:
         """With the new lease in place of the earlier one, unless that is better."""
@@ -512,15 +533,14 @@ class ReturningRequests:
             pins.subtract(of_last.pinned.keys())
             if of_last.num_arriving:
                 # What is still on its way cannot be evicted for a while.
-                of_last = request.lease = self._asked_again(of_last)
+                of_last = request.lease = self._use_again(of_last, self._ask_again(of_last))
             missing -= sum(num_bytes for key, num_bytes in of_last.in_dram.items() if not pins[key])
             if of_last.in_dram:
                 self._give_back(request)
         return missing <= 0 or prefetched.refusal == "too much at once"
 
-    def _asked_again(self, held: HeldLease) -> HeldLease:
-        """With what has arrived in DRAM since, if the answer comes in time."""
-        again = self._ask_again(held)
+    def _use_again(self, held: HeldLease, again: Question[Renewed | None]) -> HeldLease:
+        """With the lease that was asked for in its place, if the answer comes in time."""
         if again.wait(self._asking.patience):
             return self._renewed(held, again.answer(None))
         self._drop(again)

@@ -5,6 +5,7 @@ request ends.
 """
 
 from krul_sglang.engine.save.allocation import SpaceAllocation
+from krul_sglang.engine.save.companion_saving import CompanionSaver
 from krul_sglang.engine.save.draft_saving import DraftSaver
 from krul_sglang.engine.save.later_encoding import copy_room
 from krul_sglang.engine.save.offload import MAX_LAYER_BYTES, Job, TurnOffloader

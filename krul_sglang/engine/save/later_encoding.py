@@ -135,6 +135,11 @@ class LaterEncoder:
         """Room in host memory that is taken by copies that wait."""
         return self._taken_bytes
 
+    @property
+    def lacks_room(self) -> bool:
+        """Whether a turn waits for room in host memory."""
+        return self._num_wanting > 0
+
     def take_room(self, num_bytes: int, is_wanted: Callable[[], bool]) -> bool:
         """Take room for a copy, as soon as there is some; a copy that is larger than all of the room waits
         until nothing else takes any. False if it is not wanted any more: see ``wake``."""
@@ -285,7 +290,7 @@ class LaterEncoder:
         )
 
     def _has_full_speed(self) -> bool:
-        return self._is_hurried or self._num_wanting > 0 or self._gate.is_idle() or self._has_lost_copy()
+        return self._is_hurried or self.lacks_room or self._gate.is_idle() or self._has_lost_copy()
 
     def _has_lost_copy(self) -> bool:
         """Whether nobody can find the oldest copy until it is encoded: others were lost before it, if any."""
@@ -311,7 +316,7 @@ class LaterEncoder:
             share = self._share()
             if share < 1.0:
                 self._gate.rest((time.thread_time() - began_s) * (1.0 / share - 1.0))
-            if not self._num_wanting:
+            if not self.lacks_room:
                 self._gate.give_way(patience)
             began_s = time.thread_time()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -24,10 +25,9 @@ from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.moved_runs import RunIndex
 from krul_sglang.engine.common.transfer_gate import Patience, TransferGate
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
-from krul_sglang.engine.save.draft_saving import DraftSaver
+from krul_sglang.engine.save.companion_saving import CompanionSaver
 from krul_sglang.engine.save.later_encoding import ExactCopy, LaterEncoder
 from krul_sglang.engine.save.segment_writer import OffloadCounters
-from krul_sglang.engine.save.state_saving import StateSaver
 from krul_sglang.engine.save.strategy_choice import ChoiceCounters, Decision
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import TurnEncoding
@@ -35,6 +35,7 @@ from krul_sglang.reasons import Reasons, StoredTokens
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.02
 MAX_LAYER_BYTES = 32 << 20
 """Of one layer of a segment, as the pool holds it. Longer runs of tokens become several segments: storing and
 loading hold a layer of a segment, or both of a pair, on the device at a time, beside SGLang's own budget."""
@@ -82,8 +83,8 @@ class TurnOffloader:
     later: its slots are free as soon as they were copied. Unless it ``stores``, another rank does, and this
     one only takes part in what they decide. With an ``allocation``, tokens that a restore would recompute are
     not stored, and dropped from earlier turns. ``runs``, if there are any, remember what is stored where.
-    ``drafts`` store the draft model's KV, too, ``states`` the states of recurrent layers. ``costs``: see
-    ``SegmentWriter``. ``reasons`` hear what was stored of each turn.
+    ``companions`` store what belongs to a turn beside its KV. ``costs``: see ``SegmentWriter``. ``reasons``
+    hear what was stored of each turn.
 
     Every ``submit`` yields exactly one completion, whatever happens to the turn, because tensor-parallel
     ranks pair their completions by order.
@@ -105,8 +106,7 @@ class TurnOffloader:
         copy_room: Callable[[], int] = lambda: sys.maxsize,
         keeps_copies: bool = True,
         stores: bool = True,
-        drafts: DraftSaver | None = None,
-        states: StateSaver | None = None,
+        companions: Sequence[CompanionSaver] = (),
         reasons: Reasons | None = None,
     ) -> None:
         self.counters = OffloadCounters()
@@ -118,8 +118,7 @@ class TurnOffloader:
         self._stores = stores
         self._allocation = allocation
         self._runs = runs
-        self._drafts = drafts
-        self._states = states
+        self._companions = companions
         self._reasons = reasons
         self._gate = TransferGate() if gate is None else gate
         self._queue: deque[Job] = deque()
@@ -152,16 +151,29 @@ class TurnOffloader:
         self._queue.append(job)
         return job
 
-    def finish(self, jobs: Sequence[Job], timeout_s: float, *, is_store_prompt: bool) -> None:
+    def finish(
+        self,
+        jobs: Sequence[Job],
+        timeout_s: float,
+        *,
+        is_store_prompt: bool,
+        make_room: Callable[[], None] = lambda: None,
+    ) -> None:
         """Wait until the slots of turns have been read. Jobs that take over ``timeout_s`` are revoked.
 
-        So are jobs that still need the store, at once, unless ``is_store_prompt``.
+        So are jobs that still need the store, at once, unless ``is_store_prompt``. ``make_room`` is called
+        now and then while one of them waits for room in host memory.
         """
         self._hurry()
         end_s = time.monotonic() + timeout_s
         for job in jobs:
-            may_wait = is_store_prompt or not job.needs_store
-            job.is_revoked = not job.has_read.wait(max(0.0, end_s - time.monotonic()) if may_wait else 0.0)
+            until_s = end_s if is_store_prompt or not job.needs_store else -math.inf
+            while not job.has_read.wait(max(0.0, min(_LOOK_S, until_s - time.monotonic()))):
+                if time.monotonic() >= until_s:
+                    job.is_revoked = True
+                    break
+                if self.encoder.lacks_room:
+                    make_room()
         self.encoder.wake()
 
     def num_completed(self) -> int:
@@ -229,11 +241,8 @@ class TurnOffloader:
     def clear(self, models: Sequence[ModelIdentity]) -> None:
         """Drop all that is stored of these models, once what is being committed is stored."""
         with ExitStack() as committing:
-            committing.enter_context(self.writer.committing)
-            if self._drafts is not None:
-                committing.enter_context(self._drafts.writer.committing)
-            if self._states is not None:
-                committing.enter_context(self._states.writer.committing)
+            for writer in (self.writer, *(each.writer for each in self._companions)):
+                committing.enter_context(writer.committing)
             for model in models:
                 self._store.clear(model)
 
@@ -250,11 +259,9 @@ class TurnOffloader:
             noted = self._noted(turn)
             pause = partial(self._gate.give_way, job.patience)
             with self._device.working_on(self._stream, turn.ready):
-                if self._drafts is not None:
-                    # First, since the slots may be given away when the target's KV has been read.
-                    self._drafts.save(turn, self._stream, pause, job.is_wanted, job.reading)
-                if self._states is not None:
-                    self._states.save(turn, self._stream, pause, job.is_wanted)
+                # First, since the slots may be given away when the target's KV has been read.
+                for companion in self._companions:
+                    companion.save(turn, self._stream, pause, job.is_wanted, job.reading)
                 cause = self._store_missing(job)
         except Exception:
             logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
@@ -264,8 +271,8 @@ class TurnOffloader:
             # Makes room for what is captured of another turn.
             if turn.attention is not None:
                 turn.attention.release()
-            if self._states is not None:
-                self._states.release(turn)
+            for companion in self._companions:
+                companion.release(turn)
         if cause is not None:
             cause = "evicted" if job.is_revoked else cause
             self.counters.drop(cause)

@@ -32,7 +32,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_FRAME_BYTES = 64 << 20
 MAX_PAGES = 1_000_000
 MAX_LAYERS = 1024

@@ -39,7 +39,7 @@ CHECKSUM_BYTES = 8
 
 DRAM_TIER = "dram"
 
-FastCopies = Literal["prefer", "skip", "only"]
+FastCopies = Literal["prefer", "avoid", "skip", "only"]
 """What a lease does with fast copies; see ``KVStore.lease``."""
 
 MAX_FAST_COPY_SHARE = 0.5
@@ -135,7 +135,8 @@ class SegmentSlice:
 
     ``tier`` is where the bytes come from. If it is not DRAM, there are no blocks and no spans before
     ``KVStore.fetch``; after it, ``status`` says which layers have landed (None: all have). If DRAM has the
-    blocks in part, ``lower`` may say where the rest is, which ``fetch`` completes them with.
+    blocks in part, ``lower`` may say where the rest is, which ``fetch`` completes them with. See
+    ``KVStore.reserve`` for ``is_fast_copy``.
 
     Between daemon and client, which share the arena, it travels without ``blocks`` and ``status``: the client
     makes them of ``spans`` and of ``status_span``, where the flags of the status lie.
@@ -152,6 +153,7 @@ class SegmentSlice:
     status: LayerStatus | None = None
     status_span: Span | None = None
     lower: LowerCopy | None = None
+    is_fast_copy: bool = False
 
     @property
     def loadable_from(self) -> tuple[int, ...]:

@@ -138,8 +138,12 @@ class HostStore:
         token_ids = checked_token_ids(token_ids, len(keys), model.page_size)
         lease_id = self.next_id()
         with self._locked.open() as books:
-            index = books.fast_copies if fast_copies == "only" else books.index
-            preferred = books.fast_copies if fast_copies == "prefer" else None
+            index, preferred = {
+                "prefer": (books.index, books.fast_copies),
+                "avoid": (books.fast_copies, books.index),
+                "skip": (books.index, None),
+                "only": (books.fast_copies, None),
+            }[fast_copies]
             match = index.match_prefix(model, keys, token_ids, next_token, preferred)
             num_pages = sum(run.num_pages for run in match.runs)
             books.counters.token_mismatches += match.is_contradicted

@@ -132,6 +132,7 @@ class StoredSegment:
             end_page=end_page,
             status=status if has_blocks else None,
             status_span=self.status_span if has_blocks and status is not None else None,
+            is_fast_copy=self.is_fast_copy,
         )
 
     def trim(self, manifest: SegmentManifest, arena: Arena) -> None:
