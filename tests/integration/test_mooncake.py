@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_bundled_model import host_tokens, run_example
 
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
@@ -24,10 +25,12 @@ from krul_backend.tiers.dram.arena import Arena
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
 from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S
 from krul_backend.tiers.mooncake.stored_object import ROOT as EPOCH_ROOT
-from krul_sglang.demo.server import find_free_port
+from krul_sglang.demo.server import ServerProcess, find_free_port, start_servers, stop_servers
+from krul_sglang.models.find import REFERENCE_MODEL
 from tests.crash.conversations import model_of
 from tests.crash.conversing import check, converse
 from tests.support.daemon_process import running_daemon
+from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind
 
 ROOT = Path(__file__).parents[2]
 
@@ -322,3 +325,31 @@ def test_two_daemons_share_conversations(master: Master) -> None:
         store.close()
     assert stats.tier_hit_pages["mooncake"] == turns[-1].end_page
     assert (stats.fetched_segments, stats.failed_fetches, stats.num_leases) == (len(turns), 0, 0)
+
+
+@pytest.mark.server
+def test_a_conversation_of_the_example_goes_on_on_another_host(master: Master) -> None:
+    settings = (
+        f"master_address=127.0.0.1:{master.rpc_port}",
+        f"metadata_server=http://127.0.0.1:{master.metadata_port}/metadata",
+        "segment_bytes=64MiB,buffer_bytes=16MiB,lookup_timeout_s=2",
+    )
+    options = {"host_memory": "64MiB", "planner": "full-load", "mooncake": ",".join(settings)}
+    args = (
+        *("--page-size", "16", "--max-total-tokens", "2048", "--enable-cache-report"),
+        *("--unified-cache-external-linker-config", json.dumps(options)),
+        *KRUL,
+    )
+    servers = [ServerProcess(REFERENCE_MODEL, args=args, env=STRICT) for _ in range(2)]
+    start_servers(servers)
+    try:
+        first, shared, second = run_example("two_hosts.py", *(server.url for server in servers))
+        for server in servers:
+            assert_nothing_left_behind(server)
+    finally:
+        stop_servers(servers)
+    assert first.startswith("first host")
+    assert host_tokens(first) == 0
+    assert shared.startswith("in the cluster")
+    assert second.startswith("second host")
+    assert host_tokens(second) > 400
