@@ -141,7 +141,7 @@ def _serve(arguments: list[str], env: dict[str, str], cwd: str) -> int:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    # Torch makes a pool of threads anew in a forked process. Threads that load weights would do that at once.
+    # Torch makes its threads anew in a fork. Threads that load weights would all do that at once.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     if num_threads := env.get("OMP_NUM_THREADS"):
         # It was read when torch was loaded.
