@@ -36,6 +36,7 @@ from krul_sglang.reasons import Reasons, StoredTokens
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
+"""Seconds after which somebody who waits for turns looks whether they lack room."""
 MAX_LAYER_BYTES = 32 << 20
 """Of one layer of a segment, as the pool holds it. Longer runs of tokens become several segments: storing and
 loading hold a layer of a segment, or both of a pair, on the device at a time, beside SGLang's own budget."""
