@@ -28,6 +28,10 @@ class Returning:
     """Remembers the order of those that wait, as ``ReturningRequests`` does."""
 
     queue: tuple[str, ...] = ()
+    num_given_back = 0
+
+    def give_copies_back(self) -> None:
+        self.num_given_back += 1
 
     @contextmanager
     def looking_ahead(self) -> Iterator[list[str]]:
@@ -47,9 +51,9 @@ class Queue:
             token_to_kv_pool_allocator=SimpleNamespace(size=POOL_TOKENS),
             page_size=4,
         )
-        has_room = SimpleNamespace(encoder=SimpleNamespace(lacks_room=False))
+        self.offloader = SimpleNamespace(encoder=SimpleNamespace(lacks_room=False))
         self.wrapper.cache_linker = SimpleNamespace(
-            returning=Returning(), end_lease=self.released.append, offloader=has_room
+            returning=Returning(), end_lease=self.released.append, offloader=self.offloader
         )
 
     def request(self, rid: str, num_tokens: int) -> Any:
@@ -80,7 +84,9 @@ def test_each_is_looked_up_once_in_the_order_of_the_queue() -> None:
     waiting = [(name, 100) for name in "abcde"]
     assert queue.round(*waiting[:4]) == ("a", "b", "c", "d")
     assert queue.round(*waiting[:4]) == ()
+    queue.offloader.encoder.lacks_room = True
     assert queue.round(*waiting) == ("e",)
+    assert queue.wrapper.cache_linker.returning.num_given_back == 1
 
 
 def test_the_next_four_are_looked_up_again_when_the_queue_moves() -> None:

@@ -67,6 +67,7 @@ class BusyTree:
         self.victims: dict[str, int] = {}
         self.evictable = 10
         self.offloader = FakeOffloader()
+        self.given_back: list[str] = []
         self.cache: Any = KrulRadixCache.__new__(KrulRadixCache)
         self.linker: Any = KrulLinkerWrapper.__new__(KrulLinkerWrapper)
         self.cache.linker, self.linker.cache = self.linker, self.cache
@@ -83,7 +84,7 @@ class BusyTree:
         self.linker.pending_offloads = []
         self.linker.cache_linker = SimpleNamespace(
             offloader=self.offloader,
-            returning=SimpleNamespace(give_copies_back=lambda: None),
+            returning=SimpleNamespace(give_copies_back=lambda: self.given_back.append("all")),
             asking=SimpleNamespace(patience=DaemonPatience()),
             steps=StepTimes(),
             model=SimpleNamespace(is_settled=True),
@@ -172,6 +173,7 @@ def test_an_eviction_waits_for_what_has_lost_slots_as_long_as_computing_that_is_
     # What it has evicted lies where it lay: waiting comes after.
     assert busy.events == ["evict 5"]
     assert busy.offloader.waits == [(["b", "d"], pytest.approx(worth_s(3 + 1)))]
+    assert busy.given_back == ["all"]
 
 
 def test_an_eviction_that_takes_other_slots_waits_for_nothing(busy: BusyTree) -> None:

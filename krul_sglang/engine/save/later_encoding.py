@@ -137,7 +137,7 @@ class LaterEncoder:
 
     @property
     def lacks_room(self) -> bool:
-        """Whether a turn waits for room in host memory."""
+        """True while a turn waits for room in host memory."""
         return self._num_wanting > 0
 
     def take_room(self, num_bytes: int, is_wanted: Callable[[], bool]) -> bool:

@@ -27,7 +27,7 @@ from krul_sglang.engine.common.transfer_gate import Patience, TransferGate
 from krul_sglang.engine.save.allocation import SpaceAllocation, trim_path
 from krul_sglang.engine.save.companion_saving import CompanionSaver
 from krul_sglang.engine.save.later_encoding import ExactCopy, LaterEncoder
-from krul_sglang.engine.save.segment_writer import OffloadCounters
+from krul_sglang.engine.save.segment_writer import LOOK_S, OffloadCounters
 from krul_sglang.engine.save.strategy_choice import ChoiceCounters, Decision
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import TurnEncoding
@@ -35,8 +35,6 @@ from krul_sglang.reasons import Reasons, StoredTokens
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.02
-"""Seconds after which somebody who waits for turns looks whether they lack room."""
 MAX_LAYER_BYTES = 32 << 20
 """Of one layer of a segment, as the pool holds it. Longer runs of tokens become several segments: storing and
 loading hold a layer of a segment, or both of a pair, on the device at a time, beside SGLang's own budget."""
@@ -169,7 +167,7 @@ class TurnOffloader:
         end_s = time.monotonic() + timeout_s
         for job in jobs:
             until_s = end_s if is_store_prompt or not job.needs_store else -math.inf
-            while not job.has_read.wait(max(0.0, min(_LOOK_S, until_s - time.monotonic()))):
+            while not job.has_read.wait(max(0.0, min(LOOK_S, until_s - time.monotonic()))):
                 if time.monotonic() >= until_s:
                     job.is_revoked = True
                     break

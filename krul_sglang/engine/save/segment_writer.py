@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 ROOM_WAIT_S = 1.0
 """Seconds for which room in host memory is waited for: turns behind it wait, too."""
-_LOOK_S = 0.02
+LOOK_S = 0.02
+"""Seconds between two looks whether there is room."""
 
 Reading = Callable[[], AbstractContextManager[bool]]
 """Held while slots of the device are read; says whether they may be."""
@@ -157,7 +158,7 @@ class SegmentWriter:
         """What is leased, or waits for a lower tier or to be encoded, keeps its room for a moment."""
         end_s = time.monotonic() + ROOM_WAIT_S
         while is_wanted() and time.monotonic() < end_s:
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
             reservation = self._store.reserve(encoded.layer_num_bytes, tenant, is_fast_copy=is_fast_copy)
             if reservation is not None:
                 return reservation
