@@ -126,14 +126,14 @@ class FaultyDisk(Disk):
 
 
 def open_tier(directory: Path, disk: Disk | None = None, **options: Any) -> SsdTier:
-    """A tier that has read what lies in the directory."""
+    """A tier that has read what lies in the directory; waits as long as a busy disk may take."""
     tier = begin_to_open(directory, disk, **options)
     assert tier.wait_until_open(20)
     return tier
 
 
 def begin_to_open(directory: Path, disk: Disk | None = None, **options: Any) -> SsdTier:
-    options = {"capacity_bytes": CAPACITY_BYTES, "file_bytes": FILE_BYTES, **options}
+    options = {"capacity_bytes": CAPACITY_BYTES, "file_bytes": FILE_BYTES, "read_timeout_s": 20.0, **options}
     return SsdTier(directory, disk=disk, **options)
 
 

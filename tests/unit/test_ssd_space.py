@@ -184,7 +184,7 @@ def test_what_is_dropped_is_gone_after_a_flush(tmp_path: Path) -> None:
 
 def test_what_is_being_read_keeps_its_bytes_until_the_read_ends(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    tier = open_tier(tmp_path, disk, read_timeout_s=20.0)
+    tier = open_tier(tmp_path, disk)
     put(tier, "a", sizes=SIZES, seed=1)
     put(tier, "b", sizes=SIZES, seed=2)
     (run,) = match(tier, "a")

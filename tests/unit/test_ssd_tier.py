@@ -271,7 +271,7 @@ def test_more_models_are_cleared_than_can_be_noted(tmp_path: Path, monkeypatch: 
 
 def test_a_clear_drops_what_is_queued_and_stops_what_is_read(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    tier = open_tier(tmp_path, disk, read_timeout_s=20.0)
+    tier = open_tier(tmp_path, disk)
     put(tier, "a")
     (run,) = match(tier, "a")
     thread, errors = begin_stalled_fetch(tier, disk, run)
