@@ -42,3 +42,11 @@ def number_of(element: Any, is_bf16: bool) -> Any:
     if is_bf16:
         return np.uint32(np.uint32(element) << np.uint32(16)).view(np.float32)
     return np.float32(element)
+
+
+@compiled
+def bits_of(number: Any, is_bf16: bool) -> Any:
+    """The bits of a finite float32, or of the nearest bf16. For compiled loops."""
+    bits = np.float32(number).view(np.uint32)
+    lowered = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return lowered if is_bf16 else bits

@@ -87,6 +87,11 @@ def test_what_comes_back_is_within_the_step_of_each_token(data: st.DataObject) -
         assert (left_out.abs() <= bound[num_first_tokens:, num_kept:]).all()
 
 
+@pytest.fixture
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "multiplies_bf16_fast", False)
+
+
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_products_in_bf16_leave_the_largest_coefficients_exact(
     monkeypatch: pytest.MonkeyPatch, is_fast: bool
@@ -169,6 +174,7 @@ def damage_of(case: Case) -> float:
     return sum(float(each.square().sum()) for each in errors) / 2
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("num_tokens", [40, 128])
 def test_damage_is_what_was_expected_and_just_within_the_limit(num_tokens: int) -> None:
     for limit in (1e-3, 1e-2, 0.1, 1.0):
@@ -193,6 +199,7 @@ def lost_outside(case: Case) -> float:
     return lost
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("num_tokens", [100, 1000])
 def test_what_the_bases_cannot_represent_counts(num_tokens: int) -> None:
     layers = make_layers(standard_bases(), num_tokens, None, outside=OUTSIDE)
@@ -352,6 +359,7 @@ def test_the_step_is_chosen_with_few_operations_and_hardly_any_waiting(num_token
     assert launches.num_waits <= 8 * 4
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_damage_of_a_long_segment_is_near_the_limit() -> None:
     case = make_case(standard_bases(), num_tokens=1000, max_damage=0.3)
     # 127 tokens with errors in 40 coefficients are the sample: its mean is off by 2 to 3 %.
@@ -390,6 +398,7 @@ def test_a_smaller_limit_costs_bytes_and_gives_a_smaller_error(
     assert 1.05 * narrow.encoded.num_bytes + 16 >= wide.encoded.num_bytes
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_levels_are_not_clipped_to_reach_a_limit() -> None:
     # A smaller step than this would need larger levels than there are: the error would grow again.
     bases = standard_bases()

@@ -51,9 +51,10 @@ class RotaryTable:
         cos, sin = self._angles(x, positions)
         return self._turn(x, cos, sin)
 
-    def rotate_in_place(self, x: torch.Tensor, positions: torch.Tensor) -> None:
-        """Put the embedding on ``x [T, H, D]`` fp32 itself; see ``rotate``."""
-        self._turn_in_place(x, *self._angles(x, positions))
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine ``[T, rotary_dim / 2]`` at ``positions [T]``, on the table's device."""
+        index = positions.to(self.cos.device)
+        return self.cos[index], self.sin[index]
 
     def unrotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Inverse of ``rotate``: the same shapes, dtypes and errors.
@@ -68,8 +69,7 @@ class RotaryTable:
     def inverse(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine ``[T, rotary_dim / 2]`` of the turns that take the embedding off at ``positions
         [T]``, over yarn's factor; on the table's device."""
-        index = positions.to(self.cos.device)
-        cos, sin = self.cos[index], self.sin[index]
+        cos, sin = self.angles(positions)
         squared_factor = cos.square() + sin.square()
         return cos / squared_factor, -sin / squared_factor
 
@@ -103,9 +103,9 @@ class RotaryTable:
 
     def _angles(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine ``[T, 1, rotary_dim / 2]`` on the device of ``x``, with as many dimensions."""
-        index = positions.to(self.cos.device)
         shape = (len(positions), *(1,) * (x.ndim - 2), -1)
-        return self.cos[index].view(shape).to(x.device), self.sin[index].view(shape).to(x.device)
+        cos, sin = (angle.view(shape).to(x.device) for angle in self.angles(positions))
+        return cos, sin
 
     def _turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         turned = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

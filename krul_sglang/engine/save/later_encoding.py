@@ -124,6 +124,7 @@ class LaterEncoder:
         self._num_wanting = 0
         self._is_ending = False
         self._is_hurried = False
+        self._num_cores = torch.get_num_threads()
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -318,6 +319,7 @@ class LaterEncoder:
                 self._gate.rest((time.thread_time() - began_s) * (1.0 / share - 1.0))
             if not self.lacks_room:
                 self._gate.give_way(patience)
+            self._pool.streams.use_cores(self._num_cores if self._gate.is_idle() else 1)
             began_s = time.thread_time()
 
         def is_wanted() -> bool:

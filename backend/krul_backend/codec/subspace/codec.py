@@ -103,17 +103,14 @@ class SubspaceCodec:
         self._coder = RansCoder()
         self._num_first_tokens = num_first_tokens
         device = self._device = Device.of(bases.groups[0].mean)
-        is_fast = device.multiplies_bf16_fast
-        keeps_no_more = bases.shape.dtype is torch.bfloat16 or bases.shape.dtype.itemsize == 1
-        encoding = torch.bfloat16 if is_fast and keeps_no_more else torch.float32
+        multiplied = torch.bfloat16 if device.multiplies_bf16_fast else torch.float32
         self._memory = KeptMemory()
-        self._encoders = GroupEncoders.of(bases, rotary, self._memory, encoding)
+        self._encoders = GroupEncoders.of(bases, rotary, self._memory, multiplied)
         self._costs = tuple(map(ErrorCosts.of, bases.groups))
-        decoding = torch.bfloat16 if is_fast else torch.float32
         self._transforms = tuple(
             GroupTransform(
                 basis,
-                basis.decoder.to(decoding),
+                basis.decoder.to(multiplied),
                 basis.magnitudes.cpu().numpy(),
                 rotary,
                 bases.shape,

@@ -17,7 +17,9 @@ from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.bases import GroupBasis, split_vectors
 from krul_backend.codec.subspace.quantizer import SHRINK
+from krul_backend.codec.subspace.vectors import put_layers
 from krul_backend.device import Device
+from krul_backend.machine_code import elements
 
 _CPU = torch.device("cpu")
 
@@ -32,7 +34,7 @@ their errors would come near to those of their levels."""
 _CHUNK_RECORDS = 16
 
 CHUNK_TOKENS = _CHUNK_RECORDS * RECORD_TOKENS
-"""The most tokens whose vectors are held in fp32 at a time."""
+"""The most tokens whose vectors are held at a time."""
 
 
 class KeptMemory(threading.local):
@@ -123,8 +125,8 @@ class CodedTail:
 def decode_tails(tails: Sequence[CodedTail]) -> Iterator[tuple[slice, list[LayerKV]]]:
     """Decode tails of the same group, of one or more segments of a model: all their tokens, tail after tail.
 
-    Yields some of these rows, and the KV of each layer in them: fp32, keys with their rotary embedding. It
-    lies in memory that this thread decodes the next rows into.
+    Yields some of these rows, and the KV of each layer in them: in fp32 or the pool's type, keys with their
+    rotary embedding. It lies in memory that this thread decodes the next rows into.
 
     Raises:
         CodecError: a record is damaged. What was yielded before is undefined then.
@@ -201,11 +203,11 @@ def _decode_chunk(chunk: Sequence[_Records]) -> list[LayerKV]:
         row += part.num_unwanted + part.end_token - part.first_token
     values[row:] = 0
     values = values[num_unwanted : num_unwanted + max(num_rows, _LEAST_ROWS)]
-    vectors = _multiply(transform, values, max(part.tail.num_exact for part in chunk))
+    vectors, others = _multiply(transform, values, max(part.tail.num_exact for part in chunk))
     positions = [
         torch.arange(part.first_token, part.end_token) + part.tail.segment.start_token for part in chunk
     ]
-    layers = _layers(transform, vectors[:num_rows], torch.cat(positions))
+    layers = _layers(transform, vectors[:num_rows], others[:num_rows], torch.cat(positions))
     row = 0
     for part in chunk:
         _put_first_tokens(part.tail, part.first_token, row, layers)
@@ -213,33 +215,47 @@ def _decode_chunk(chunk: Sequence[_Records]) -> list[LayerKV]:
     return layers
 
 
-def _multiply(transform: GroupTransform, values: torch.Tensor, num_exact: int) -> torch.Tensor:
-    """Vectors fp32 ``[T, D]`` of coefficients ``values`` fp32 ``[T, R]``."""
+def _multiply(
+    transform: GroupTransform, values: torch.Tensor, num_exact: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors of coefficients ``values`` fp32 ``[T, R]``, as two terms ``[T, D]``: fp32 of the mean and the
+    exact ones, and of the others, in the type that these are multiplied in."""
     basis, decoder, memory = transform.basis, transform.decoder, transform.memory
     device, num_used = basis.mean.device, values.shape[1]
     num_exact = num_used if decoder.dtype is torch.float32 else num_exact
     values = values.to(device)
     vectors = memory.tensor("vectors", (len(values), len(basis.mean)), torch.float32, device)
     torch.addmm(basis.mean, values[:, :num_exact], basis.decoder[:num_exact], out=vectors)
-    if num_exact < num_used:
-        factors = memory.tensor("factors", (len(values), num_used - num_exact), decoder.dtype, device)
-        factors.copy_(values[:, num_exact:])
-        product = memory.tensor("product", vectors.shape, decoder.dtype, device)
-        vectors.add_(torch.mm(factors, decoder[num_exact:num_used], out=product))
-    return vectors
+    factors = memory.tensor("factors", (len(values), num_used - num_exact), decoder.dtype, device)
+    factors.copy_(values[:, num_exact:])
+    others = memory.tensor("others", vectors.shape, decoder.dtype, device)
+    return vectors, torch.mm(factors, decoder[num_exact:num_used], out=others)
 
 
-def _layers(transform: GroupTransform, vectors: torch.Tensor, positions: torch.Tensor) -> list[LayerKV]:
-    """The layers of ``vectors [T, D]``, with the rotary embedding of ``positions [T]``."""
-    shape, num_layers = transform.shape, len(transform.basis.layers)
-    layers = split_vectors(vectors, shape, num_layers)
-    if transform.rotary is None:
+def _layers(
+    transform: GroupTransform, vectors: torch.Tensor, others: torch.Tensor, positions: torch.Tensor
+) -> list[LayerKV]:
+    """The layers of the sum of both ``[T, D]``, with the rotary embedding of ``positions [T]``."""
+    shape, rotary, memory = transform.shape, transform.rotary, transform.memory
+    num_layers = len(transform.basis.layers)
+    if Device.of(vectors).shares_cores and (rotary is None or rotary.is_neox):
+        to_bf16 = shape.dtype is torch.bfloat16
+        dtype, bits = (torch.bfloat16, torch.uint16) if to_bf16 else (torch.float32, torch.uint32)
+        size = (num_layers, len(vectors), shape.num_kv_heads)
+        k, v = (
+            memory.tensor(name, (*size, head_dim), dtype)
+            for name, head_dim in (("k", shape.k_head_dim), ("v", shape.v_head_dim))
+        )
+        angles = (torch.empty(len(vectors), 0),) * 2 if rotary is None else rotary.angles(positions)
+        cos, sin, k_bits, v_bits = (x.numpy() for x in (*angles, k.view(bits), v.view(bits)))
+        are_bf16 = others.dtype is torch.bfloat16
+        put_layers(vectors.numpy(), elements(others), are_bf16, cos, sin, k_bits, v_bits, to_bf16)
+        return [LayerKV(*of_layer) for of_layer in zip(k, v, strict=True)]
+    layers = split_vectors(vectors.add_(others), shape, num_layers)
+    if rotary is None:
         return layers
     # Rotating the keys of all layers at once is faster.
-    size = (len(vectors), num_layers * shape.num_kv_heads, shape.k_head_dim)
-    keys = transform.memory.tensor("keys", size, torch.float32, vectors.device)
-    torch.cat([kv.k for kv in layers], dim=1, out=keys)
-    transform.rotary.rotate_in_place(keys, positions.to(vectors.device))
+    keys = rotary.rotate(torch.cat([kv.k for kv in layers], dim=1), positions.to(vectors.device))
     of_layers = torch.split(keys, shape.num_kv_heads, dim=1)
     return [LayerKV(k, kv.v) for k, kv in zip(of_layers, layers, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Makes the vectors that are multiplied with a basis from the KV of its layers."""
+"""Makes the vectors that are multiplied with a basis from the KV of its layers, and KV of vectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.unit_restore import NativeTails
 from krul_backend.device import Device
-from krul_backend.machine_code import compiled, elements, number_of
+from krul_backend.machine_code import bits_of, compiled, elements, number_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +83,44 @@ def put_vectors(layers: Sequence[LayerKV], rows: TokenRows, mean: torch.Tensor, 
     keys = keys.view(num_rows, num_layers, -1)
     values = torch.stack([kv.v.index_select(0, picked).flatten(1) for kv in layers], dim=1)
     torch.sub(torch.cat([keys, values.float()], dim=2).view_as(out), mean, out=out)
+
+
+@compiled
+def put_layers(
+    vectors: Values,
+    others: NDArray[Any],
+    are_bf16: bool,
+    cos: Values,
+    sin: Values,
+    keys: NDArray[Any],
+    values: NDArray[Any],
+    to_bf16: bool,
+) -> None:
+    """Add ``others [T, D]``, elements, to ``vectors [T, D]``, and write the layers of the sums, as bits, to
+    ``keys`` and ``values [layers, T, Hkv, head_dim]``, keys turned by ``cos, sin [T, rotary_dim / 2]``."""
+    num_layers, _, num_heads, head_dim = keys.shape
+    half, value_dim = cos.shape[1], values.shape[3]
+    for token in range(len(vectors)):
+        row, other, c, s = vectors[token], others[token], cos[token], sin[token]
+        for index in range(len(row)):
+            row[index] += number_of(other[index], are_bf16)
+        begin = 0
+        for layer in range(num_layers):
+            for head in range(num_heads):
+                key = keys[layer, token, head]
+                x, x_out = row[begin : begin + half], key[:half]
+                y, y_out = row[begin + half : begin + 2 * half], key[half : 2 * half]
+                for index in range(half):
+                    x_out[index] = bits_of(x[index] * c[index] - y[index] * s[index], to_bf16)
+                    y_out[index] = bits_of(y[index] * c[index] + x[index] * s[index], to_bf16)
+                for index in range(2 * half, head_dim):
+                    key[index] = bits_of(row[begin + index], to_bf16)
+                begin += head_dim
+            for head in range(num_heads):
+                value, x = values[layer, token, head], row[begin : begin + value_dim]
+                for index in range(value_dim):
+                    value[index] = bits_of(x[index], to_bf16)
+                begin += value_dim
 
 
 @compiled
