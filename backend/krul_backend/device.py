@@ -127,16 +127,13 @@ class Device:
     @contextmanager
     def on_cores(self, num_cores: int) -> Iterator[None]:
         """On a CPU, let a thread that ``bind_thread`` has bound use so many cores inside the block."""
-        self.use_cores(num_cores)
+        if self.shares_cores:
+            torch.set_num_threads(num_cores)
         try:
             yield
         finally:
-            self.use_cores(1)
-
-    def use_cores(self, num_cores: int) -> None:
-        """On a CPU, let the calling thread use so many cores from now on."""
-        if self.shares_cores:
-            torch.set_num_threads(num_cores)
+            if self.shares_cores:
+                torch.set_num_threads(1)
 
     # ---- streams and events ----
 
