@@ -25,9 +25,7 @@ def test_the_offset_says_how_much_larger_coefficients_are(factor: float, offset:
         vectors = basis.mean + factor * (group_vectors(kv) - basis.mean)
         layers += split_vectors(vectors, SHAPE, len(kv))
     codec = SubspaceCodec(BASES, None)
-    encoded = codec.encode(
-        layers.__getitem__, start_token=0, num_tokens=600, attention=None, max_damage=0.1
-    )
+    encoded = codec.encode(layers.__getitem__, start_token=0, num_tokens=600, attention=None, max_damage=0.1)
     assert encoded.mean_offset == pytest.approx(offset, abs=0.5)
 
 
