@@ -315,7 +315,7 @@ def change_weights(original: Any, updater: Any, request: Any, *args: Any, **kwar
 
 
 def use_idle_time(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook of ``Scheduler.on_idle``: encodes, and probes a stored path on a server that is quiet.
+    """BEFORE hook of ``Scheduler.on_idle``: encodes, and probes a stored path while no request runs or waits.
 
     If requests wait while none runs, they may need the memory of the path that is kept for a probe.
     """
@@ -324,8 +324,7 @@ def use_idle_time(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         return
     runtime.gate.note_idle()
     if scheduler.is_fully_idle():
-        if runtime.gate.is_quiet:
-            runtime.cache.linker.probe_when_idle()
+        runtime.cache.linker.probe_when_idle()
     else:
         runtime.cache.linker.drop_probe_candidate()
 
