@@ -419,8 +419,6 @@ def test_a_copy_is_encoded_when_idle_or_when_room_is_taken_or_old(
     if is_computing:
         with computing(gate):
             assert encoder._is_time_for(copy) == is_time
-        # A moment between two requests.
-        assert encoder._is_time_for(copy) == is_time
     else:
         assert encoder._is_time_for(copy) == is_time
     encoder.give_room_back(num_bytes)
@@ -451,12 +449,12 @@ def test_encoding_is_hurried_while_the_store_has_no_room(busy: BusyBench) -> Non
     taken = busy.store.reserve(sizes, is_fast_copy=False)
     assert taken is not None
     with computing(busy.gate):
-        assert not busy.encoder._is_pressed()
+        assert not busy.encoder._has_full_speed()
         busy.offloader.submit(busy.turn("a", 1))
-        wait_until(busy.encoder._is_pressed)
+        wait_until(busy.encoder._has_full_speed)
         busy.store.abort(taken)
         assert busy.offloader.pop_completed()
-        assert not busy.encoder._is_pressed()
+        assert not busy.encoder._has_full_speed()
     busy.encode_now()
 
 
@@ -474,9 +472,9 @@ def test_a_copy_whose_daemon_has_died_is_stored_again_at_once(
     with computing(busy.gate):
         busy.offloader.submit(busy.turn("a", 1))
         assert busy.offloader.pop_completed()
-        assert not busy.encoder._is_pressed()
+        assert not busy.encoder._has_full_speed()
         monkeypatch.setattr(busy.store, "is_held", lambda lease: False)
-        assert busy.encoder._is_pressed()
+        assert busy.encoder._has_full_speed()
         busy.encode_now()
     assert written == [True, True, False]
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-QUIET_S = 0.5
-"""A server that has had nothing to compute for so long is expected to have nothing for a while."""
 
 
 @dataclass
@@ -32,7 +28,6 @@ class TransferGate:
         self._max_wait_s = max_wait_s
         self._restores: list[Callable[[], bool]] = []
         self._is_idle = True
-        self._idle_since_s = -math.inf
         self._changed = threading.Condition()
 
     @contextmanager
@@ -55,18 +50,12 @@ class TransferGate:
         """The scheduler has nothing to compute."""
         if not self._is_idle:
             with self._changed:
-                self._idle_since_s = time.monotonic()
                 self._is_idle = True
                 self._changed.notify_all()
 
     def is_idle(self) -> bool:
         """Whether the server has nothing to compute."""
         return self._is_idle
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the server has had nothing to compute for ``QUIET_S``."""
-        return self._is_idle and time.monotonic() >= self._idle_since_s + QUIET_S
 
     def patience(self) -> Patience:
         """What one piece of storing may wait. It is bounded, because a turn's slots may be evicted."""

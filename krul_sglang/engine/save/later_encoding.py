@@ -86,7 +86,7 @@ def copy_room(store: KVStore, rank_bytes: int, num_ranks: int) -> int:
 class LaterEncoder:
     """Encodes exact copies in the order in which they were stored, on a thread of its own.
 
-    A copy waits until the server is quiet, or those that wait take ``SMALL_SHARE`` of the room that they
+    A copy waits until the server is idle, or until those that wait take ``SMALL_SHARE`` of the room that they
     may take: ``copy_room()`` bytes, asked before each copy. While forwards run, the thread works for a share
     of a core: ``LEAST_SHARE``, or as much as there is of that room taken; half of it if requests wait; all of
     it while a turn waits for room, or while the oldest copy is one of a daemon that has died, whose successor
@@ -284,14 +284,13 @@ class LaterEncoder:
 
     def _is_time_for(self, copy: ExactCopy) -> bool:
         return (
-            self._gate.is_quiet
-            or self._is_pressed()
+            self._has_full_speed()
             or self._taken_bytes >= SMALL_SHARE * self.room_bytes
             or time.monotonic() >= copy.since_s + MAX_IDLE_WAIT_S
         )
 
-    def _is_pressed(self) -> bool:
-        return self._is_hurried or self.lacks_room or self._has_lost_copy()
+    def _has_full_speed(self) -> bool:
+        return self._is_hurried or self.lacks_room or self._gate.is_idle() or self._has_lost_copy()
 
     def _has_lost_copy(self) -> bool:
         """Whether nobody can find the oldest copy until it is encoded: others were lost before it, if any."""
@@ -300,7 +299,7 @@ class LaterEncoder:
 
     def _share(self) -> float:
         """Share of a core that encoding may take now."""
-        if self._gate.is_idle() or self._is_pressed():
+        if self._has_full_speed():
             return 1.0
         share = min(1.0, max(LEAST_SHARE, self._taken_bytes / self.room_bytes))
         return share / 2 if self._gate.has_queue else share

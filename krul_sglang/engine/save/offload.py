@@ -164,8 +164,6 @@ class TurnOffloader:
         now and then while one of them waits for room in host memory.
         """
         self._hurry()
-        # No forward comes before this is done: encoding need not rest.
-        self._gate.note_idle()
         end_s = time.monotonic() + timeout_s
         for job in jobs:
             until_s = end_s if is_store_prompt or not job.needs_store else -math.inf
