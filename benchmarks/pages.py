@@ -112,6 +112,11 @@ _MULTITURN = partial(serving.rows_table, multiturn.COLUMNS)
 TABLES: dict[str, tuple[Callable[[Result, Path], str], *tuple[str, ...]]] = {
     "demo": (demo_table, "demo-cpu.json"),
     "serving": (partial(serving.rows_table, serving.COLUMNS), "serving-cpu.json", "serving-3000-cpu.json"),
+    "serving-modes": (
+        partial(serving.rows_table, serving.COLUMNS),
+        "serving-ngram-cpu.json",
+        "serving-latent-cpu.json",
+    ),
     "serving-lengths": (serving.lengths_table, "serving-lengths-cpu.json"),
     "serving-turns": (serving.turns_table, "serving-turns-cpu.json"),
     "load": (load.load_tables, "load-cpu.json"),

@@ -25,7 +25,8 @@ _HEAD = f"""# What is served, refused, and untested
 Written by `python -m benchmarks.pages` from `benchmarks/support.py` and the tables of
 `krul_sglang/adapter/unsupported.py`; a test compares them. SGLang {", ".join(SUPPORTED_SGLANG)}.
 
-**Nothing has been seen on any GPU so far.** What is served was seen on SGLang's real server on a CPU.
+What is served was seen on SGLang's real server on a CPU. **Of GPUs, one H200 was seen for minutes**:
+[what ran there](gpu.md#what-was-seen).
 """
 
 _REFUSED = """
@@ -106,8 +107,8 @@ SERVED = (
 )
 
 UNTESTED = (
-    Untested("any GPU; every attention backend but krul's own, torch_native"),
-    Untested("CUDA graphs, of decoding and of prefill", "a prefill graph waits for all layers of a load"),
+    Untested("GPUs other than an H200; attention backends other than krul's own, torch_native and triton"),
+    Untested("CUDA graphs of prefill", "such a graph waits for all layers of a load"),
     Untested(
         "models other than Llama, Qwen3-MoE and DeepSeek-V2 and V3",
         "the proof of recomputed heads at every start; without it whole prefixes are loaded",

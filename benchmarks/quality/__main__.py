@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from dataclasses import fields
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,20 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import runner
+from benchmarks.quality.agent import Part
 from benchmarks.quality.configuration import Configuration, Suite, Turns
+from benchmarks.quality.conversation import BenchmarkError
 from benchmarks.quality.methods import Method, all_methods, subspace_methods
 from benchmarks.quality.model import HistoryModel, load_model
 from benchmarks.quality.protocol import PAGE_SIZE, Played, Protocol
+from benchmarks.quality.published import published_methods
 from benchmarks.quality.result import quality_table, row, summarize
 from benchmarks.runner import Result
 from benchmarks.variants import make_variant
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
+from krul_sglang.demo.environment import git_revision
 from krul_sglang.learning.bases import LearningPlan, learn_bases
 from krul_sglang.learning.reader import TextReader, rotary_table
 from krul_sglang.models.find import find_model
@@ -43,9 +48,24 @@ def run(configuration: Configuration) -> dict[str, Any]:
     model = _model(configuration)
     rotary = rotary_table(model.model, model.model.config.max_position_embeddings)
     codec = ModelCodecs(model.shape, model.num_layers, rotary)
-    bases = _bases(configuration, tokenizer, model)
+    reader = TextReader(model.model)
+    pieces = cache(partial(_pieces, configuration, tokenizer))
+    bases = (
+        learn_bases(reader, pieces())[0]
+        if configuration.bases is None
+        else ModelBases.load(configuration.bases)
+    )
     methods = configuration.selected(
-        [*all_methods(codec, configuration.gamma), *subspace_methods(SubspaceCodec(bases, rotary))]
+        [
+            *all_methods(codec, configuration.gamma),
+            *subspace_methods(SubspaceCodec(bases, rotary)),
+            *published_methods(
+                model.num_layers,
+                rotary,
+                lambda: [history.layers for history in reader.read_histories(pieces())],
+                configuration.wants,
+            ),
+        ]
     )
     protocol = Protocol(model, configuration.rows_per_turn)
     conversations = list(configuration.conversations(tokenizer))
@@ -89,22 +109,31 @@ def run(configuration: Configuration) -> dict[str, Any]:
     }
 
 
-def _bases(configuration: Configuration, tokenizer: Any, model: HistoryModel) -> ModelBases:
-    """Those of a file, or learned from text of the suite that is not scored."""
-    if configuration.bases is not None:
-        return ModelBases.load(configuration.bases)
-    plan = LearningPlan()
+def check_final(json: Path | None) -> None:
+    """What is reported is not looked at while a design is chosen: only a committed design may open it, and
+    its result is kept.
+
+    Raises:
+        BenchmarkError: there is no file for the result, or the checkout has changes that are not committed.
+    """
+    revision = git_revision()
+    if json is None or revision is None or revision.endswith("-dirty"):
+        raise BenchmarkError(
+            "--part report is for final results: it needs --json FILE and a checkout without changes"
+        )
+
+
+def _pieces(configuration: Configuration, tokenizer: Any) -> list[tuple[int, ...]]:
+    """Token ids to learn from: of the suite's text that is not scored."""
+    text_tokens = LearningPlan().text_tokens
     pieces: list[tuple[int, ...]] = []
     for conversation in configuration.learning_conversations(tokenizer):
         ids = conversation.history
         pieces += [
-            ids[start : start + plan.text_tokens]
-            for start in range(0, len(ids) - plan.text_tokens + 1, plan.text_tokens)
+            ids[start : start + text_tokens] for start in range(0, len(ids) - text_tokens + 1, text_tokens)
         ]
     num_used = min(len(pieces), _LEARNING_PIECES)
-    used = [pieces[index * len(pieces) // num_used] for index in range(num_used)]
-    (bases,) = learn_bases(TextReader(model.model), used, plan)
-    return bases
+    return [pieces[index * len(pieces) // num_used] for index in range(num_used)]
 
 
 def _model(configuration: Configuration) -> HistoryModel:
@@ -125,6 +154,8 @@ def main() -> int:
         options = {option.name: getattr(given, option.name) for option in fields(Configuration)}
         for name in ("methods", "lengths", "learn_from"):
             options[name] = tuple(options[name] or getattr(_DEFAULTS, name))
+        if given.part is Part.REPORT:
+            check_final(given.json)
         options["model"] = Path(find_model(given.model, logger.info, option="--model"))
         return run(Configuration(**options))
 
@@ -149,6 +180,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", "folder of agents' sessions", type=Path)
     length = "tokens of an agent's history; repeatable"
     add("--length", length, to="lengths", type=int, action="append")
+    part = "sessions of --data that are scored: choose (design by these), or report (final results)"
+    add("--part", part, type=Part, choices=[Part.CHOOSE, Part.REPORT])
     add("--learn-from", "only learn from this folder of the data; repeatable", action="append")
     add("--bases", "file of `krul-sglang learn`; default: learned from unscored text", type=Path)
     add("--gamma", "I-R threshold of Algorithm 1; 0 leaves no layer out", type=float)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,17 @@ from benchmarks.quality.teacher_forced import TeacherForced, continued
 AGENT_HISTORY_LENGTHS = (768, 2048)
 _CONTINUATION_TOKENS = 256
 _MAX_TURN_TOKENS = 256
+
+
+class Part(StrEnum):
+    """What a session serves for: about half are learned from, a quarter each choose designs, or are reported.
+
+    Nothing that is reported may have influenced a design: the last part is opened for results alone.
+    """
+
+    LEARN = "learn"
+    CHOOSE = "choose"
+    REPORT = "report"
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -39,14 +51,18 @@ class Text:
 
 
 def agent_conversations(
-    tokenizer: Any, data: Path, num_items: int, lengths: Sequence[int] = AGENT_HISTORY_LENGTHS
+    tokenizer: Any,
+    data: Path,
+    num_items: int,
+    lengths: Sequence[int] = AGENT_HISTORY_LENGTHS,
+    part: Part = Part.CHOOSE,
 ) -> Iterator[TeacherForced]:
-    """Of held-out sessions, at most ``num_items`` per domain and length; windows of one text do not overlap.
+    """Of one part, at most ``num_items`` per domain and length; windows of one text do not overlap.
 
     Raises:
         BenchmarkError: no files of sessions in ``data``, a line that is no request, or no text long enough.
     """
-    texts = read_texts(tokenizer, data, held_out=True, num_tokens=max(lengths) + _CONTINUATION_TOKENS)
+    texts = read_texts(tokenizer, data, part, num_tokens=max(lengths) + _CONTINUATION_TOKENS)
     found = False
     for length in lengths:
         for domain in sorted({text.domain for text in texts}):
@@ -57,14 +73,14 @@ def agent_conversations(
             yield from in_turn[:num_items]
     if not found:
         raise BenchmarkError(
-            f"{data}: no held-out session is as long as {min(lengths)} tokens and what follows"
+            f"{data}: no session of the part {part} is as long as {min(lengths)} tokens and what follows"
         )
 
 
 def learning_conversations(
     tokenizer: Any, data: Path, domains: Collection[str] | None = None
 ) -> Iterator[TeacherForced]:
-    """All text of the sessions that are not held out, each token once, in the longest windows that fit.
+    """All text of the sessions to learn from, each token once, in the longest windows that fit.
 
     ``domains``: names of folders; None takes all.
 
@@ -72,7 +88,7 @@ def learning_conversations(
         BenchmarkError: as ``agent_conversations`` raises it, and for a domain that is not there.
     """
     texts = read_texts(
-        tokenizer, data, held_out=False, num_tokens=max(AGENT_HISTORY_LENGTHS) + _CONTINUATION_TOKENS
+        tokenizer, data, Part.LEARN, num_tokens=max(AGENT_HISTORY_LENGTHS) + _CONTINUATION_TOKENS
     )
     unknown = set(domains or ()) - {text.domain for text in texts}
     if unknown:
@@ -84,13 +100,16 @@ def learning_conversations(
                 yield from _windows(tokenizer, text, max(fitting))
 
 
-def is_held_out(session_id: str) -> bool:
-    """Whether a session is scored; methods may learn from the others. About half of the sessions are."""
-    return hashlib.sha256(session_id.encode()).digest()[0] % 2 == 1
+def part_of(session_id: str) -> Part:
+    """The part of a session, which its name decides."""
+    digest = hashlib.sha256(session_id.encode()).digest()
+    if digest[0] % 2 == 0:
+        return Part.LEARN
+    return Part.CHOOSE if digest[1] % 2 == 0 else Part.REPORT
 
 
-def read_texts(tokenizer: Any, data: Path, *, held_out: bool, num_tokens: int) -> list[Text]:
-    """Texts of the sessions that are held out, or of the others.
+def read_texts(tokenizer: Any, data: Path, part: Part, *, num_tokens: int) -> list[Text]:
+    """Texts of the sessions of one part.
 
     Sessions shorter than ``num_tokens`` are joined until they are not. No session is in two texts.
     """
@@ -99,7 +118,7 @@ def read_texts(tokenizer: Any, data: Path, *, held_out: bool, num_tokens: int) -
         turns: list[tuple[int, ...]] = []
         source = ""
         for session_id in sorted(sessions):
-            if is_held_out(session_id) != held_out:
+            if part_of(session_id) is not part:
                 continue
             source = source or session_id
             for thread in threads(sessions[session_id]):

@@ -9,7 +9,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.agent import AGENT_HISTORY_LENGTHS, agent_conversations, learning_conversations
+from benchmarks.quality.agent import (
+    AGENT_HISTORY_LENGTHS,
+    Part,
+    agent_conversations,
+    learning_conversations,
+)
 from benchmarks.quality.chat_recall import chat_recall_conversations
 from benchmarks.quality.conversation import BenchmarkError, Conversation
 from benchmarks.quality.methods import Eviction, Method
@@ -52,8 +57,9 @@ class Configuration:
     of row names.
 
     ``variant``: a control made of the model, see ``benchmarks.variants``. ``data``: files of `agent`.
-    ``lengths``: of histories of `agent`. ``learn_from``: its domains from which methods may learn; none names
-    all. ``bases``: a file of `krul-sglang learn`; None learns from text that is not scored.
+    ``lengths``: of histories of `agent`. ``part``: its sessions that are scored. ``learn_from``: its domains
+    from which methods may learn; none names all. ``bases``: a file of `krul-sglang learn`; None learns from
+    text that is not scored.
     """
 
     model: Path = REFERENCE_MODEL
@@ -64,6 +70,7 @@ class Configuration:
     variant: str | None = None
     data: Path | None = None
     lengths: tuple[int, ...] = AGENT_HISTORY_LENGTHS
+    part: Part = Part.CHOOSE
     learn_from: tuple[str, ...] = ()
     bases: Path | None = None
     gamma: float = 0.6
@@ -79,6 +86,8 @@ class Configuration:
             raise BenchmarkError("--items, --rows-per-turn and --threads begin at 1")
         if min(self.lengths) < _MIN_LENGTH:
             raise BenchmarkError(f"--length begins at {_MIN_LENGTH}, got {min(self.lengths)}")
+        if self.part is Part.LEARN:
+            raise BenchmarkError("--part learn is what methods may learn from: it is never scored")
         if self.learn_from and self.suite is not Suite.AGENT:
             raise BenchmarkError("--learn-from names folders in the data of --suite agent")
 
@@ -105,7 +114,7 @@ class Configuration:
                 tokenizer, _RECALL_HISTORIES if self.items is None else self.items
             )
         assert self.data is not None, "checked above"
-        return agent_conversations(tokenizer, self.data, items, self.lengths)
+        return agent_conversations(tokenizer, self.data, items, self.lengths, self.part)
 
     def learning_conversations(self, tokenizer: Any) -> Iterable[Conversation]:
         """What methods may learn from: nothing of it is scored. Sessions of agents, dialogues like those
@@ -120,13 +129,16 @@ class Configuration:
             return learning_dialogues(tokenizer.backend_tokenizer, _LEARNING_DIALOGUES)
         return text_conversations(tokenizer, _LEARNING_DOCUMENTS, held_out=False)
 
+    def wants(self, row: str) -> bool:
+        """Whether the row of this name is asked for."""
+        return any(fnmatch(row, pattern) for pattern in self.methods)
+
     def selected(self, methods: Sequence[Method | Eviction]) -> list[Method | Eviction]:
         """The rows that are asked for. Raises BenchmarkError if none is."""
         chosen = [
             method
             for method in methods
-            if any(fnmatch(method.name, pattern) for pattern in self.methods)
-            and (self.turns is Turns.ONCE or isinstance(method, Method))
+            if self.wants(method.name) and (self.turns is Turns.ONCE or isinstance(method, Method))
         ]
         if not chosen:
             names = ", ".join(method.name for method in methods)

@@ -41,6 +41,7 @@ class Turn:
 
     ``segment[l]`` is the KV to store, tokens ``[start_token, start_token + S)``, and ``kv[l]`` that of all
     tokens up to the turn's end, as they were used; both in the pool's dtype, keys with rotary embedding.
+    ``history_tokens``: of the whole conversation, which only methods that keep its end exact may look at.
     ``rows`` are query rows sampled in this turn; ``statistics`` those of all turns so far.
     """
 
@@ -50,6 +51,7 @@ class Turn:
     rows: QueryRows
     statistics: AttentionStatistics
     conversation_seed: int
+    history_tokens: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -152,6 +152,7 @@ class _Observer:
         self._rows_per_turn = rows_per_turn
         self._seed = zlib.crc32(repr(conversation.history).encode())
         self._statistics = AttentionStatistics.zero(model.num_layers, model.num_heads)
+        self._history_tokens = conversation.turn_ends[-1]
         self._num_tokens = 0
 
     def end_turn(
@@ -167,7 +168,15 @@ class _Observer:
         self._statistics += accumulate(rows, lambda layer: kv[layer].k)
         if bounds is None:
             return None
-        return Turn(bounds[0], token_slice(kv, *bounds), kv, rows, self._statistics, self._seed)
+        return Turn(
+            bounds[0],
+            token_slice(kv, *bounds),
+            kv,
+            rows,
+            self._statistics,
+            self._seed,
+            self._history_tokens,
+        )
 
     def _query_rows(self, queries: Sequence[Tensor], start: int, end: int) -> QueryRows:
         positions = sample_positions(start, end, self._rows_per_turn)

@@ -301,7 +301,7 @@ def test_a_segment_is_stored_as_the_codec_stores_its_units(name: str) -> None:
         torch.randn(NUM_LAYERS, 2, 4, 32), torch.tensor([20, 47]), model().kv_heads, model().scaling
     )
     statistics = accumulate(rows, lambda layer: kv[layer].k)
-    turn = Turn(16, token_slice(kv, 16, 48), tuple(kv), rows, statistics, 5)
+    turn = Turn(16, token_slice(kv, 16, 48), tuple(kv), rows, statistics, 5, 48)
     (method,) = [each for each in all_methods(codec(), 0.0) if each.name == name]
     assert isinstance(method, Compression)
     stored = method.start()(turn)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -11,11 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.quality import __main__ as quality
 from benchmarks.quality.agent import (
+    Part,
     Request,
     agent_conversations,
-    is_held_out,
     learning_conversations,
+    part_of,
     read_texts,
     threads,
     turn_ends,
@@ -128,23 +131,28 @@ def names_in(tokenizer: Words, tokens: tuple[int, ...]) -> set[str]:
 
 def test_nothing_of_a_session_is_both_learned_from_and_scored(sessions: Path) -> None:
     tokenizer = Words()
-    scored = list(agent_conversations(tokenizer, sessions, 9))
     learned = list(learning_conversations(tokenizer, sessions))
-    sides = [
-        {name for each in side for name in names_in(tokenizer, each.history + each.continuation)}
-        for side in (scored, learned)
-    ]
-    assert min(map(len, sides)) > 1
-    assert all(is_held_out(name) for name in sides[0])
-    assert not any(is_held_out(name) for name in sides[1])
+    sides = {
+        Part.LEARN: learned,
+        **{
+            part: list(agent_conversations(tokenizer, sessions, 9, (768,), part))
+            for part in (Part.CHOOSE, Part.REPORT)
+        },
+    }
+    for part, side in sides.items():
+        names = {name for each in side for name in names_in(tokenizer, each.history + each.continuation)}
+        assert len(names) > 1
+        assert {part_of(name) for name in names} == {part}
     assert {each.group for each in learned} == {"long", "short"}
     assert {each.group for each in learning_conversations(tokenizer, sessions, ["short"])} == {"short"}
     with pytest.raises(BenchmarkError, match="nothing to learn from in web"):
         list(learning_conversations(tokenizer, sessions, ["web"]))
 
 
-def test_about_half_of_all_sessions_are_held_out() -> None:
-    assert 450 < sum(is_held_out(f"session {number}") for number in range(1000)) < 550
+def test_about_half_of_all_sessions_are_scored_half_of_them_in_reports() -> None:
+    parts = Counter(part_of(f"session {number}") for number in range(1000))
+    assert 450 < parts[Part.LEARN] < 550
+    assert 200 < parts[Part.REPORT] < 300
 
 
 def test_windows_have_the_lengths_and_tokens_of_their_sessions(sessions: Path) -> None:
@@ -162,7 +170,7 @@ def test_windows_have_the_lengths_and_tokens_of_their_sessions(sessions: Path) -
         assert len([token for token in tokens if token in own]) == len({*tokens} & own)
         for domain in ("long", "short"):
             domain_sources = [each.source for each in of_length if each.group == domain]
-            texts = read_texts(tokenizer, sessions, held_out=True, num_tokens=2304)
+            texts = read_texts(tokenizer, sessions, Part.CHOOSE, num_tokens=2304)
             num_texts = len(
                 [text for text in texts if text.domain == domain and len(text.ids) >= length + 256]
             )
@@ -270,3 +278,16 @@ def test_text_to_learn_from_is_not_the_text_that_is_scored(monkeypatch: pytest.M
     assert (len(scored), len(learned)) == (8, 16)
     tokens = [{token for each in side for token in each.history} for side in (scored, learned)]
     assert tokens[0] & tokens[1] == {tokenizer.bos_token_id}
+
+
+def test_what_is_reported_is_opened_by_committed_designs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for revision, json in (("abc", None), ("abc-dirty", tmp_path / "x.json"), (None, tmp_path / "x.json")):
+        monkeypatch.setattr(quality, "git_revision", lambda revision=revision: revision)
+        with pytest.raises(BenchmarkError, match="--part report is for final results"):
+            quality.check_final(json)
+    monkeypatch.setattr(quality, "git_revision", lambda: "abc")
+    quality.check_final(tmp_path / "x.json")
+    with pytest.raises(BenchmarkError, match="never scored"):
+        Configuration(suite=Suite.AGENT, data=tmp_path, part=Part.LEARN)

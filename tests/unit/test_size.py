@@ -27,8 +27,8 @@ LIMITS = {
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         16_410,
     ),
-    "benchmarks": (("benchmarks",), 9_950),
-    "tests": (("tests",), 62_490),
+    "benchmarks": (("benchmarks",), 10_460),
+    "tests": (("tests",), 62_660),
     "tests/support": (("tests/support",), 6_080),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
