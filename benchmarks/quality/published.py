@@ -177,7 +177,7 @@ class Components:
 
 @dataclass(frozen=True)
 class AllLayers(Method):
-    """Principal components over all layers, uniform steps, exact first tokens: the shape of KVTC (Staniszewski
+    """Principal components over all layers, uniform steps, exact first tokens, as KVTC has them (Staniszewski
     and Lancucki 2025). Keys are taken without rotary embedding.
 
     ``step``: in parts of the mean standard deviation of a channel. One step for all components is what its
