@@ -35,19 +35,22 @@ from tests.support.scenario import (
     wait_until_idle,
 )
 from tests.support.server_plugin import LEFT_OUT_STATES, SPOILED_STATES, faulty_loads
-from tests.support.tiny_model import build_hybrid_model
+from tests.support.tiny_model import build_delta_rule_model, build_hybrid_model
 
-# SGLang keeps no states amid a prompt of this model, and so takes no larger pages and no overlap. Prompts
-# are cut alike everywhere: short convolutions make much of a rounding.
+# SGLang keeps no states amid prompts here, and so takes no larger pages and no overlap. Prompts are cut alike
+# everywhere: short convolutions make much of a rounding.
 ARGS = ("--page-size", "1", "--disable-overlap-schedule", "--chunked-prefill-size", "256")
 FIRST_TURN, NEW_TOKENS = 500, 12
 BOUNDARY = FIRST_TURN + NEW_TOKENS - 1
 """Of ``branch``: the last token of a turn is computed by the next one."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_hybrid_model(tmp_path_factory.mktemp("hybrid-model") / "model")
+@pytest.fixture(
+    scope="module", params=[build_hybrid_model, build_delta_rule_model], ids=["convolutions", "delta rule"]
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built: Path = request.param(tmp_path_factory.mktemp("hybrid-model") / "model")
+    return built
 
 
 def assert_close(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
@@ -195,7 +198,7 @@ def test_a_wrong_state_is_computed_again(model: Path, kept: tuple[Played, Branch
 
 
 def ask_right_behind_a_turn(server: ServerProcess) -> Answer:
-    """Two tokens are computed: short convolutions remember no more than that of what was before."""
+    """Two tokens are computed: convolutions remember little more than that of what was before."""
     prompt = random_prompt("behind", FIRST_TURN)
     first = ask(server, prompt, max_new_tokens=NEW_TOKENS)
     push_out(server, num_tokens=POOL_TOKENS, seed="behind")

@@ -1,4 +1,4 @@
-"""A tiny random Llama, Qwen3-MoE, DeepSeek or LFM2 that the real SGLang server serves on a CPU.
+"""A tiny random Llama, Qwen3-MoE, Qwen3-Next, DeepSeek or LFM2 that the real SGLang server serves on a CPU.
 
 Its greedy text is noise, but it depends on the whole prompt: with N(0, 0.08) weights, an untied head and a
 hidden size of 256 it does not fall into repeating one token (at 64 it does), so a wrong KV cache changes the
@@ -255,6 +255,37 @@ def build_hybrid_model(path: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Lfm2ForCausalLM(Lfm2Config(**shape | layers)).save_pretrained(path)
+    return path
+
+
+def build_delta_rule_model(path: Path) -> Path:
+    """As ``build_tiny_model``: a Qwen3-Next in float32, of two layers with attention, each behind one with a
+    gated delta rule. Each token has both of two experts, so no rounding chooses others."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 2, 8192, 0.08)
+    layers = {
+        "layer_types": 2 * ["linear_attention", "full_attention"],
+        "full_attention_interval": 2,
+        "head_dim": 64,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**shape | layers))
+    with torch.no_grad():
+        for layer in model.model.layers[::2]:
+            # One head remembers a few tokens, another some hundred. At random all remember a few.
+            layer.linear_attn.A_log.copy_(torch.linspace(-6, -1, 4))
+    model.save_pretrained(path)
     return path
 
 

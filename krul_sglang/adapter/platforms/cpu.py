@@ -41,25 +41,30 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return "krul_cpu"
 
     def init_backend(self) -> None:
-        """Register the default attention backend and convolutions, let adapters be loaded, and ranks gather
-        the tokens of each other (DP attention). SGLang calls this in each worker, before it makes one."""
+        """Register the default attention backend, convolutions and the delta rule, let adapters be loaded,
+        and ranks gather the tokens of each other (DP attention).
+
+        SGLang calls this in each worker, before it makes one.
+        """
         from sglang.srt.distributed import parallel_state
         from sglang.srt.layers import dp_attention
         from sglang.srt.lora import layers
         from sglang.srt.lora.backend import torch_backend
         from sglang.srt.model_executor import forward_batch_info
 
-        from krul_sglang.adapter.platforms import cpu_attention, cpu_convolution
+        from krul_sglang.adapter.platforms import cpu_attention, cpu_convolution, cpu_delta_rule
 
         cpu_attention.register()
         cpu_convolution.install()
+        cpu_delta_rule.install()
         for module in (layers, torch_backend, forward_batch_info):
             module.__dict__["torch"] = _PageableTorch()
         # What it takes otherwise are a kernel of Triton, and operators that are registered for GPUs alone.
         dp_attention.memcpy_func = dp_attention.memcpy_cpu
         parallel_state._is_cpu = True
-        # It would raise: there is no driver.
+        # They would raise: there is no driver.
         torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment,return-value]
+        torch.cuda.current_device = torch.cpu.current_device  # type: ignore[assignment]
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         from krul_sglang.adapter.platforms import cpu_speculation

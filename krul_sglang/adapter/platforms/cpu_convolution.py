@@ -17,8 +17,13 @@ PAD_SLOT = -1
 
 def install() -> None:
     """Have SGLang take these functions where it would take its Triton kernels. Safe to call again."""
+    from sglang.kernels.ops.mamba import causal_conv1d_triton
     from sglang.srt.layers.attention.mamba import causal_conv1d
 
+    # Layers with a gated delta rule take Triton's by name.
+    causal_conv1d_triton.__dict__.update(
+        causal_conv1d_fn=convolve_prompts, causal_conv1d_update=convolve_next
+    )
     causal_conv1d.__dict__.update(
         _causal_conv1d_fn_triton=convolve_prompts, _causal_conv1d_update_triton=convolve_next
     )

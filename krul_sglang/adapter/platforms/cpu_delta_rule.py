@@ -1,0 +1,235 @@
+"""Torch versions of the kernels that Qwen3-Next's layers with a gated delta rule need, for servers without an
+accelerator.
+
+SGLang's own are Triton kernels. The functions here have their contracts: what is written, and where. The rule
+is that of Gated DeltaNet (arXiv 2412.06464), section 3.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from krul_sglang.adapter.platforms.cpu_convolution import PAD_SLOT
+
+CHUNK_TOKENS = 64
+"""Tokens of a prompt that are computed together."""
+
+
+def install() -> None:
+    """Have SGLang take these functions where it would take its Triton kernels. Safe to call again."""
+    from sglang.kernels.ops.attention import triton_gdn_fused_proj
+    from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent
+    from sglang.kernels.ops.attention.linear import fused_gdn_gating
+    from sglang.kernels.ops.elementwise import elementwise
+
+    replaced: dict[ModuleType, dict[str, Any]] = {
+        triton_gdn_fused_proj: {"fused_qkvzba_split_reshape_cat": split_projections},
+        fused_gdn_gating: {"fused_gdn_gating": compute_gates},
+        chunk: {"chunk_gated_delta_rule": extend_prompts},
+        fused_recurrent: {"fused_recurrent_gated_delta_rule_packed_decode": decode_next},
+        fused_norm_gate: {"rms_norm_gated": normalize_gated},
+        elementwise: {"fused_gate_sigmoid_mul_add": add_shared_expert},
+    }
+    # Models may have been imported already, and have taken kernels by name.
+    of_sglang = [vars(module) for name, module in sys.modules.items() if name.startswith("sglang.")]
+    for module, functions in replaced.items():
+        for name, function in functions.items():
+            original = vars(module)[name]
+            for names in of_sglang:
+                if names.get(name) is original:
+                    names[name] = function
+
+
+def delta_rule(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read and change a memory of values by key, token by token: all ``T`` tokens in a few products.
+
+    With token ``t`` the memory ``S`` decays, then learns a part of what it does not know yet, then is read::
+
+        S = exp(log_decay[t]) * S;  u[t] = beta[t] * (v[t] - k[t] S);  S = S + k[t]^T u[t];  o[t] = q[t] S
+
+    With ``c`` the sums of ``log_decay``, and ``S`` as before the first token::
+
+        u[t] = beta[t] * (v[t] - exp(c[t]) k[t] S - sum_{i < t} exp(c[t] - c[i]) (k[t] . k[i]) u[i])
+
+    This is a triangular system of equations for ``u``.
+
+    Args:
+        state: ``S`` transposed, ``[..., V, K]``, as SGLang stores it.
+        q, k: ``[..., T, K]``, of length one (queries may be scaled); v: ``[..., T, V]``.
+        log_decay, beta: ``[..., T]``.
+
+    Returns:
+        ``o`` (``[..., T, V]``), and the state after the last token.
+    """
+    sums = log_decay.cumsum(-1)
+    # [..., t, i]: what token t finds of what token i has written. Zero before exp: it could overflow above.
+    decay = (sums[..., :, None] - sums[..., None, :]).tril().exp().tril()
+    since_start, beta = sums.exp()[..., None], beta[..., None]
+    overlap = beta * decay * (k @ k.mT)
+    unknown = beta * (v - since_start * (k @ state.mT))
+    learned = torch.linalg.solve_triangular(overlap, unknown, upper=False, unitriangular=True)
+    output = since_start * (q @ state.mT) + (decay * (q @ k.mT)) @ learned
+    written = learned.mT @ (decay[..., -1, :, None] * k)
+    return output, since_start[..., -1:, :] * state + written
+
+
+def extend_prompts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, None, None]:
+    """Apply the gated delta rule to new tokens of several requests, which lie one after another.
+
+    Args:
+        q, k: ``[1, T, H, K]``, not normalized; v: ``[1, T, HV, V]``; g, beta: ``[1, T, HV]``.
+        initial_state: ``[slots, HV, V, K]``. Those of the requests are written; SGLang clears new ones.
+        initial_state_indices: ``[batch]``, the requests' slots.
+        cu_seqlens: ``[batch + 1]``, where each request begins.
+
+    Returns:
+        ``[1, T, HV, V]``. No states within the prompts are kept.
+    """
+    output = torch.zeros_like(v)
+    # [1, T, HV, ...] -> [HV, T, ...]
+    inputs = [x[0].transpose(0, 1) for x in (*_heads(q, k, v), g, beta)]
+    bounds = cu_seqlens.tolist()
+    for slot, start, end in zip(initial_state_indices.tolist(), bounds, bounds[1:], strict=False):
+        if slot == PAD_SLOT:
+            continue
+        state = initial_state[slot].float()
+        for first in range(start, end, CHUNK_TOKENS):
+            part = slice(first, min(first + CHUNK_TOKENS, end))
+            chunk, state = delta_rule(state, *[x[:, part] for x in inputs])
+            output[0, part] = chunk.transpose(0, 1).to(output.dtype)
+        initial_state[slot] = state.to(initial_state.dtype)
+    return output, None, None
+
+
+def decode_next(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,  # noqa: N803
+    dt_bias: torch.Tensor,
+    scale: float,
+    initial_state: torch.Tensor,
+    out: torch.Tensor,
+    ssm_state_indices: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool,
+) -> None:
+    """Apply the gated delta rule to the next token of each request.
+
+    ``mixed_qkv`` (``[batch, 2 * H * K + HV * V]``) has queries, then keys, then values; ``a`` and ``b``
+    (``[batch, HV]``) make gates. ``initial_state`` is written, as by ``extend_prompts``, and ``out``
+    (``[batch, 1, HV, V]``); ``ssm_state_indices`` (``[batch]``) are the slots.
+    """
+    num_heads, v_dim, k_dim = initial_state.shape[1:]
+    rows = (ssm_state_indices != PAD_SLOT).nonzero()[:, 0]
+    slots = ssm_state_indices[rows].long()
+    end_of_keys = mixed_qkv.shape[1] - num_heads * v_dim
+    qk, v = mixed_qkv[rows, :end_of_keys], mixed_qkv[rows, end_of_keys:]
+    q, k = qk.view(len(rows), 2, -1, k_dim).unbind(1)
+    inputs = _heads(q, k, v.view(len(rows), num_heads, v_dim))
+    gates = compute_gates(A_log, a[rows], b[rows], dt_bias)
+    # [batch, HV, ...] -> [batch, HV, 1, ...]
+    of_token = [x[:, :, None] for x in (*inputs, *(gate[0] for gate in gates))]
+    result, states = delta_rule(initial_state[slots].float(), *of_token)
+    initial_state[slots] = states.to(initial_state.dtype)
+    out.zero_()
+    out[rows] = result.transpose(1, 2).to(out.dtype)
+
+
+def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries of length ``1 / sqrt(K)``, keys of length one, in float32, for each head of the values ``v``.
+
+    ``[..., H, K]`` to ``[..., HV, K]``; ``v``, ``[..., HV, V]``, is as it was.
+    """
+    repeats = v.shape[-2] // k.shape[-2]
+    q, k, v = q.float(), k.float(), v.float()
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(repeats, dim=-2) for x in (q * q.shape[-1] ** -0.5, k))
+    return q, k, v
+
+
+def compute_gates(
+    log_rate: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logarithm of each token's decay, and what part of its value is learned: float32 ``[1, T, HV]``.
+
+    ``a`` and ``b`` are ``[T, HV]``, ``log_rate`` (``A_log``) and ``dt_bias`` ``[HV]``.
+    """
+    log_decay = -log_rate.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return log_decay[None], b.float().sigmoid()[None]
+
+
+def split_projections(
+    mixed_qkvz: torch.Tensor,
+    mixed_ba: torch.Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[torch.Tensor, ...]:
+    """Sort what two projections have by key head, each with its value heads, into kinds.
+
+    Args:
+        mixed_qkvz: ``[T, H * (K + K + HV / H * (V + V))]``: a query, a key, values, gates of outputs.
+        mixed_ba: ``[T, H * 2 * HV / H]``: as many ``b`` as ``a``.
+
+    Returns:
+        All queries, keys and values, ``[T, 2 * H * K + HV * V]``; gates ``[T, HV, V]``; ``b`` and ``a``,
+        ``[T, HV]``.
+    """
+    num_tokens, values = len(mixed_qkvz), num_heads_v // num_heads_qk * head_v
+    # [T, H, ...]
+    of_keys = mixed_qkvz.view(num_tokens, num_heads_qk, -1)
+    q, k, v, z = torch.split(of_keys, [head_qk, head_qk, values, values], dim=2)
+    b, a = mixed_ba.view(num_tokens, num_heads_qk, 2, -1).unbind(2)
+    mixed_qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+    return mixed_qkv, z.reshape(num_tokens, num_heads_v, head_v), b.flatten(1), a.flatten(1)
+
+
+def normalize_gated(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    activation: str,
+    eps: float,
+    **options: Any,
+) -> torch.Tensor:
+    """RMS norm of each row of ``x``, multiplied with the gates ``g``: ``[rows, V]`` each."""
+    assert activation in ("silu", "swish"), activation
+    return (F.rms_norm(x.float(), weight.shape, weight.float(), eps) * F.silu(g.float())).to(x.dtype)
+
+
+def add_shared_expert(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    final_hidden_states: torch.Tensor,
+) -> None:
+    """Add ``shared_output``, of the expert that all tokens have, to ``final_hidden_states``: ``[T, hidden]``.
+
+    ``gate_weight`` is ``[hidden]``.
+    """
+    final_hidden_states += (hidden_states @ gate_weight).sigmoid()[:, None] * shared_output

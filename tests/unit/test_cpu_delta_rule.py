@@ -1,0 +1,179 @@
+"""The CPU platform's gated delta rule computes what transformers defines, in one piece and token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextGatedDeltaNet,
+    Qwen3NextSparseMoeBlock,
+    torch_recurrent_gated_delta_rule,
+)
+
+from krul_sglang.adapter.platforms import cpu_delta_rule
+from krul_sglang.adapter.platforms.cpu_convolution import PAD_SLOT, convolve_next, convolve_prompts
+
+HIDDEN, KEY_HEADS, HEADS, K, V, SLOTS = 16, 2, 4, 8, 6, 6
+LENGTHS = (150, 3)
+"""Of two requests: one has several chunks."""
+
+
+@pytest.fixture
+def config() -> Any:
+    return Qwen3NextConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_num_key_heads=KEY_HEADS,
+        linear_num_value_heads=HEADS,
+        linear_key_head_dim=K,
+        linear_value_head_dim=V,
+        moe_intermediate_size=HIDDEN,
+        shared_expert_intermediate_size=HIDDEN,
+        num_experts=2,
+        num_experts_per_tok=2,
+    )
+
+
+@pytest.fixture
+def layer(config: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = Qwen3NextGatedDeltaNet(config, 0)
+        torch.nn.init.normal_(layer.norm.weight)
+        torch.nn.init.normal_(layer.dt_bias)
+    with torch.no_grad():
+        layer.A_log.copy_(torch.linspace(-6, 1, HEADS))
+    return layer
+
+
+class Rig:
+    """A layer's states, those of earlier owners in all slots but 2 and 4, and the layer as SGLang runs it."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.weight = layer.conv1d.weight[:, 0]
+        generator = torch.Generator().manual_seed(2)
+        self.conv = torch.randn(SLOTS, len(self.weight), layer.conv_kernel_size - 1, generator=generator)
+        self.recurrent = torch.randn(SLOTS, HEADS, V, K, generator=generator)
+        self.recurrent[[2, 4]] = 0
+
+    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        projections = self.layer.in_proj_qkvz(hidden), self.layer.in_proj_ba(hidden)
+        return cpu_delta_rule.split_projections(*projections, KEY_HEADS, HEADS, K, V)
+
+    def finish(self, core: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """``[T, HEADS, V]`` each, to ``[T, HIDDEN]``."""
+        norm = self.layer.norm
+        rows = core.reshape(-1, V), z.reshape(-1, V)
+        normed = cpu_delta_rule.normalize_gated(
+            *rows, norm.weight, None, "silu", eps=norm.variance_epsilon, prenorm=False
+        )
+        output: torch.Tensor = self.layer.out_proj(normed.view(-1, HEADS * V))
+        return output
+
+    def extend(self, hidden: list[torch.Tensor], slots: list[int], are_resumed: list[bool]) -> torch.Tensor:
+        qkv, z, b, a = self.project(torch.cat(hidden))
+        starts = torch.tensor([0, *(len(x) for x in hidden)]).cumsum(0)
+        indices = torch.tensor(slots)
+        qkv = convolve_prompts(
+            qkv.T,
+            self.weight,
+            None,
+            conv_states=self.conv,
+            query_start_loc=starts,
+            seq_lens_cpu=[],
+            cache_indices=indices,
+            has_initial_state=torch.tensor(are_resumed),
+            activation="silu",
+        ).T
+        q, k, v = qkv.split([KEY_HEADS * K, KEY_HEADS * K, HEADS * V], dim=-1)
+        core, _, _ = cpu_delta_rule.extend_prompts(
+            *(x.unflatten(1, (-1, dim))[None] for x, dim in ((q, K), (k, K), (v, V))),
+            *cpu_delta_rule.compute_gates(self.layer.A_log, a, b, self.layer.dt_bias),
+            initial_state=self.recurrent,
+            initial_state_indices=indices,
+            cu_seqlens=starts,
+            head_first=False,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return self.finish(core[0], z)
+
+    def decode(self, hidden: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        qkv, z, b, a = self.project(hidden)
+        indices = torch.tensor(slots, dtype=torch.int32)
+        qkv = convolve_next(qkv, self.conv, self.weight, None, "silu", conv_state_indices=indices)
+        core = torch.full((len(hidden), 1, HEADS, V), torch.nan)
+        cpu_delta_rule.decode_next(
+            qkv,
+            a,
+            b,
+            A_log=self.layer.A_log,
+            dt_bias=self.layer.dt_bias,
+            scale=K**-0.5,
+            initial_state=self.recurrent,
+            out=core,
+            ssm_state_indices=indices,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return self.finish(core[:, 0], z)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cut", [0, 1, 64, 100, 147])
+def test_prompts_that_are_cut_and_decoded_equal_transformers(layer: Any, cut: int) -> None:
+    """Two requests and a row of padding. After ``cut`` of its tokens the first request is a new batch, whose
+    state is what the first batch left; the last two tokens of both are decoded."""
+    rig = Rig(layer)
+    generator = torch.Generator().manual_seed(1)
+    hidden = [torch.randn(length, HIDDEN, generator=generator) for length in LENGTHS]
+    untouched = [states[[0, 1, 3, 5]].clone() for states in (rig.conv, rig.recurrent)]
+    together = rig.extend([hidden[0][:cut], hidden[1][:1]], [2, 4], [False, False])
+    of_first = [together[:cut], rig.extend([hidden[0][cut:148]], [2], [cut > 0])]
+    of_second = [together[cut:]]
+    for step in range(2):
+        rows = torch.stack([hidden[0][148 + step], torch.zeros(HIDDEN), hidden[1][1 + step]])
+        output = rig.decode(rows, [2, PAD_SLOT, 4])
+        of_first.append(output[:1])
+        of_second.append(output[2:])
+    for found, of_request in zip((of_first, of_second), hidden, strict=True):
+        torch.testing.assert_close(torch.cat(found), layer(of_request[None])[0], rtol=1e-4, atol=1e-5)
+    for states, before in zip((rig.conv, rig.recurrent), untouched, strict=True):
+        assert torch.equal(states[[0, 1, 3, 5]], before)
+
+
+@torch.no_grad()
+def test_a_chunk_equals_its_tokens_one_by_one() -> None:
+    """From a state that is not zero, with decays that would overflow where they are masked."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(HEADS, 64, dim, generator=generator) for dim in (K, K, V))
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    log_decay = -torch.rand(HEADS, 64, generator=generator) * torch.tensor([0.01, 0.1, 1, 10])[:, None]
+    beta = torch.rand(HEADS, 64, generator=generator)
+    state = torch.randn(HEADS, V, K, generator=generator)
+    output, after = cpu_delta_rule.delta_rule(state, q * K**-0.5, k, v, log_decay, beta)
+    inputs = (x.transpose(0, 1)[None] for x in (q, k, v, log_decay, beta))
+    expected, expected_state = torch_recurrent_gated_delta_rule(
+        *inputs, initial_state=state.mT[None], output_final_state=True
+    )
+    torch.testing.assert_close(output.transpose(0, 1), expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(after.mT, expected_state[0], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_shared_expert_is_added_as_by_transformers(config: Any) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        block = Qwen3NextSparseMoeBlock(config)
+        for weight in block.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
+        hidden = torch.randn(5, HIDDEN)
+    shared = block.shared_expert(hidden)
+    with_all = block(hidden[None])[0]
+    block.shared_expert.down_proj.weight.zero_()
+    output = block(hidden[None])[0]
+    cpu_delta_rule.add_shared_expert(hidden, block.shared_expert_gate.weight[0], shared, output)
+    torch.testing.assert_close(output, with_all)
