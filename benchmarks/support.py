@@ -76,7 +76,8 @@ SERVED = (
         "tests/integration/test_windows.py",
     ),
     Served(
-        "recurrent layers beside attention: LFM2 (random weights), by whole loads up to the ends of turns",
+        "recurrent layers beside attention: LFM2's short convolutions, Qwen3-Next's gated delta rule (random "
+        "weights), by whole loads up to the ends of turns",
         "tests/integration/test_hybrid_serving.py",
     ),
     Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),
@@ -114,7 +115,8 @@ UNTESTED = (
         "the proof of recomputed heads at every start; without it whole prefixes are loaded",
     ),
     Untested(
-        "recurrent layers other than LFM2's; --mamba-radix-cache-strategy extra_buffer, and so larger pages",
+        "recurrent layers other than those of LFM2 and Qwen3-Next; --mamba-radix-cache-strategy "
+        "extra_buffer, and so larger pages",
         "boundaries are where SGLang's tree has states; the bytes of a state against those of KV",
     ),
     Untested(

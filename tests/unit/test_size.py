@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 49_300),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 14_740),
+    "product": (PRODUCT, 49_540),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 14_990),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_190,
@@ -28,8 +28,8 @@ LIMITS = {
         16_410,
     ),
     "benchmarks": (("benchmarks",), 10_460),
-    "tests": (("tests",), 62_660),
-    "tests/support": (("tests/support",), 6_080),
+    "tests": (("tests",), 62_900),
+    "tests/support": (("tests/support",), 6_110),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 
