@@ -14,7 +14,9 @@ from benchmarks import runner
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 COMMANDS = {path.name: orjson.loads(path.read_bytes()).get("command") for path in RESULTS}
-MODULES = {name: shlex.split(command) for name, command in COMMANDS.items() if "-m benchmarks." in (command or "")}
+MODULES = {
+    name: shlex.split(command) for name, command in COMMANDS.items() if "-m benchmarks." in (command or "")
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
