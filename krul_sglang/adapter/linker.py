@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -226,15 +227,18 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 show(f"draft_{name}", meaning, value, self._setup.start_agreement.rank)
 
     @timed
-    def ended_turn(self, path: StoredPath, owner: TurnOwner, state_slot: Any = None) -> Turn:
+    def ended_turn(
+        self, path: StoredPath, owner: TurnOwner, state_slots: Mapping[int, Any] = MappingProxyType({})
+    ) -> Turn:
         """A turn that has just ended, with what was captured of its attention, to be stored.
 
-        ``state_slot`` (int64 ``[1]``): where the state of recurrent layers lies that the path ends with; None
-        if it is not there. It is copied, on the forward's stream, before SGLang gives the slot away.
+        ``state_slots`` (int64 ``[1]`` each): where the states of recurrent layers lie after so many tokens.
+        They are copied, on the forward's stream, before SGLang gives the slots away.
         """
-        state = None
-        if self.states is not None and state_slot is not None:
-            state = self._copied_state(self.states, state_slot.long())
+        states = {}
+        if self.states is not None:
+            copies = {end: self._copied_state(self.states, slot.long()) for end, slot in state_slots.items()}
+            states = {end: copy for end, copy in copies.items() if copy is not None}
         capture = self._setup.capture
         attention = None if capture is None else capture.take(owner.rid, owner.request_slot)
         if owner.session is not None and owner.tenant:
@@ -244,7 +248,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             model=self.model.identity,
             ready=self.record_offload_ready(),
             attention=attention,
-            state=state,
+            states=states,
             rid=owner.rid,
             tenant=owner.tenant,
             session=owner.session,

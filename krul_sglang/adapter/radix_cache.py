@@ -268,15 +268,31 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         slots = cache.path_device_indices(node)
         assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
         path = self._named(StoredPath(page_keys, token_ids, slots), req.extra_key, req.cache_salt)
-        state_slot = None
-        if self.cache_linker.states is not None:
-            state_slot = cache.tree_core.get_component_device_value(node, ComponentType.MAMBA)
         owner = owner_of(req, self.cache_linker.request_hints)
-        turn = self.cache_linker.ended_turn(path, owner, state_slot)
+        turn = self.cache_linker.ended_turn(path, owner, self._state_slots(req, node, num_tokens))
         after = req.full_untruncated_fill_ids[num_tokens : num_tokens + 1] if cache.tree_core.is_eagle else ()
         self._submit(turn, req, num_tokens, after=after)
         if self._probe_candidate is None and self.cache_linker.wants_probe():
             self._probe_candidate = _ProbeCandidate(node, cache.inc_lock_ref(node).to_dec_params(), path)
+
+    def _state_slots(self, req: Any, node: Any, num_tokens: int) -> dict[int, Any]:
+        """Where the states lie at the end of a turn of ``num_tokens`` tokens, and at the end of its prompt:
+        those that the tree has. By their number of tokens."""
+        if self.cache_linker.states is None:
+            return {}
+        tree = self.cache.tree_core
+        num_prompt = len(req.origin_input_ids) // self.cache.page_size * self.cache.page_size
+        ends = {num_tokens: node}
+        if 0 < num_prompt < num_tokens:
+            ids = array("q", req.origin_input_ids[:num_prompt])
+            key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
+            num_found, last, num_of_nodes = tree.match_full_device_prefix(key)
+            if num_found == num_of_nodes == num_prompt:
+                ends[num_prompt] = last
+        slots = {
+            end: tree.get_component_device_value(last, ComponentType.MAMBA) for end, last in ends.items()
+        }
+        return {end: slot for end, slot in slots.items() if slot is not None}
 
     def offload_session_turn(self, req: Any, slot: Any, owner: TurnOwner) -> None:
         """Store a turn that ended in a streaming session, whose KV SGLang keeps out of the tree.

@@ -67,16 +67,17 @@ def assert_close(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
 
 @dataclass(frozen=True)
 class Branched:
-    """Answers to a conversation of two turns, to a prompt that leaves it in its second turn, and to one that
-    leaves it in its first."""
+    """Answers to a conversation of two turns, to a prompt that leaves it in its second turn, to one that has
+    another answer in its first, and to one that leaves it in the first prompt."""
 
     first: Answer
     second: Answer
     from_second: Answer
+    from_prompt: Answer
     from_first: Answer
 
     def all(self) -> list[Answer]:
-        return [self.first, self.second, self.from_second, self.from_first]
+        return [self.first, self.second, self.from_second, self.from_prompt, self.from_first]
 
 
 def branch(server: ServerProcess, *, evict: bool) -> Branched:
@@ -85,7 +86,7 @@ def branch(server: ServerProcess, *, evict: bool) -> Branched:
     history = [*prompt, *first.output_ids, *random_prompt("second", 60)]
     second = ask(server, history, max_new_tokens=NEW_TOKENS)
     answers = []
-    for num_shared in (BOUNDARY + 30, FIRST_TURN - 100):
+    for num_shared in (BOUNDARY + 30, FIRST_TURN, FIRST_TURN - 100):
         if evict:
             push_out(server, num_tokens=POOL_TOKENS, seed=("branch", num_shared))
         other = [*history[:num_shared], *random_prompt(("other", num_shared), 40)]
@@ -157,6 +158,7 @@ def test_prompts_that_part_in_a_turn_go_on_from_an_earlier_boundary(
     branched = branch(server, evict=True)
     assert_same(kept[1].all(), branched.all())
     assert branched.from_second.host_tokens == BOUNDARY
+    assert branched.from_prompt.host_tokens == FIRST_TURN
     assert branched.from_first.host_tokens == 0
 
 
@@ -179,10 +181,10 @@ def test_states_come_back_from_the_disk_after_a_restart(
     prompt = random_prompt("branch", FIRST_TURN)
     with serving(model, **options) as server:
         first = ask(server, prompt, max_new_tokens=NEW_TOKENS)
-        # The turn's KV and its state.
+        # The turn's KV, its state and that of its prompt.
         wait_until(
-            lambda: settled_stats(server)["tiers"][0]["written_segments"] >= 2,
-            "a turn and its state to be written",
+            lambda: settled_stats(server)["tiers"][0]["written_segments"] >= 3,
+            "a turn and its states to be written",
         )
     history = [*prompt, *first.output_ids, *random_prompt("second", 60)]
     with serving(model, **options) as server:

@@ -79,15 +79,22 @@ class Hybrid:
         self.loader.close()
         self.rig.close()
 
-    def turn(self, num_pages: int = NUM_PAGES, keys: Sequence[str] | None = None, **fields: Any) -> Turn:
+    def turn(
+        self,
+        num_pages: int = NUM_PAGES,
+        keys: Sequence[str] | None = None,
+        pages_of_prompt: int | None = None,
+        **fields: Any,
+    ) -> Turn:
         rig = self.rig
+        ends = {num_pages, num_pages if pages_of_prompt is None else pages_of_prompt}
         return Turn(
             rig.page_keys[:num_pages] if keys is None else keys,
             rig.token_ids[: num_pages * PAGE_SIZE],
             torch.arange(num_pages * PAGE_SIZE),
             model=rig.model,
             ready=[],
-            state=self.states.copy(OLD),
+            states={pages * PAGE_SIZE: self.states.copy(OLD) for pages in ends},
             **fields,
         )
 
@@ -201,7 +208,7 @@ def test_a_boundary_without_its_kv_is_not_found(hybrid: Hybrid) -> None:
 def test_what_is_dropped_or_revoked_is_not_stored(hybrid: Hybrid) -> None:
     hybrid.save(hybrid.turn(hint=Hint(drop=True)))
     hybrid.save(hybrid.turn(), is_wanted=False)
-    hybrid.save(dataclasses.replace(hybrid.turn(), state=None))
+    hybrid.save(dataclasses.replace(hybrid.turn(), states={}))
     assert hybrid.boundaries() == []
     assert hybrid.states.counters.dropped_turns == 2
 
@@ -213,9 +220,9 @@ def test_others_do_not_find_it(hybrid: Hybrid) -> None:
     assert hybrid.rig.store.find_missing(identity, hybrid.rig.page_keys[-1:]) == [range(1)]
 
 
-def test_an_earlier_boundary_leaves_first_unless_it_is_shared(
-    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def demoted(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of what was demoted."""
     demoted: list[str] = []
     advise = hybrid.rig.store.advise
 
@@ -224,6 +231,28 @@ def test_an_earlier_boundary_leaves_first_unless_it_is_shared(
         return advise(hint, **at)
 
     monkeypatch.setattr(hybrid.rig.store, "advise", note)
+    return demoted
+
+
+def test_the_end_of_a_prompt_is_a_boundary_that_leaves_before_the_end_of_its_turn(
+    hybrid: Hybrid, demoted: list[str]
+) -> None:
+    hybrid.save(hybrid.turn(pages_of_prompt=1))
+    assert hybrid.boundaries() == [1, 2]
+    assert hybrid.states.counters.stored == 2
+    assert demoted == [hybrid.rig.page_keys[0]]
+    # Both copies were given back.
+    assert hybrid.states._num_waiting == 0
+
+
+def test_the_end_of_a_turn_is_stored_though_no_copy_of_its_prompts_was_made(hybrid: Hybrid) -> None:
+    hybrid.save(hybrid.turn(pages_of_prompt=1), is_wanted=False)
+    assert (hybrid.boundaries(), hybrid.states.counters.dropped_turns) == ([], 1)
+    hybrid.save(hybrid.turn())
+    assert hybrid.boundaries() == [2]
+
+
+def test_an_earlier_boundary_leaves_first_unless_it_is_shared(hybrid: Hybrid, demoted: list[str]) -> None:
     hybrid.save(hybrid.turn(1))
     assert demoted == []
     hybrid.save(hybrid.turn())

@@ -91,7 +91,7 @@ class BusyTree:
             provenance=None,
             request_hints=None,
             states=None,
-            ended_turn=lambda path, owner, state_slot=None: Turn(**vars(path), model=MODEL, ready=[]),
+            ended_turn=lambda path, owner, state_slots: Turn(**vars(path), model=MODEL, ready=[]),
             wants_probe=lambda: False,
         )
         monkeypatch.setattr(UnifiedRadixCache, "dec_lock_ref", lambda cache, node, params: self.unlock(node))

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 49_540),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 14_990),
+    "product": (PRODUCT, 49_570),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_020),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_190,
@@ -28,7 +28,7 @@ LIMITS = {
         16_410,
     ),
     "benchmarks": (("benchmarks",), 10_460),
-    "tests": (("tests",), 62_900),
+    "tests": (("tests",), 62_930),
     "tests/support": (("tests/support",), 6_110),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

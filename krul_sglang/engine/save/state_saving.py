@@ -1,4 +1,4 @@
-"""Stores the states of recurrent layers at the ends of turns, beside the KV."""
+"""Stores the states of recurrent layers at the ends of turns and of their prompts, beside the KV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from krul_backend.planner import OnlineCosts
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hint import Hint
-from krul_sglang.engine.common.boundary_states import BoundaryStates
+from krul_sglang.engine.common.boundary_states import BoundaryStates, CopiedState
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.save.companion_saving import CompanionSaver
 from krul_sglang.engine.save.turn import Turn
@@ -24,7 +24,8 @@ MAX_BOUNDARIES = 10_000
 
 
 class StateSaver(CompanionSaver):
-    """Stores the state at the end of each turn. KV without it ends at no boundary, and a later prompt is
+    """Stores the states at the end of each turn and at that of its prompt, from where a next prompt goes on
+    that does not repeat the answer as it was. KV without them ends at no boundary, and a later prompt is
     restored up to an earlier one.
 
     The newest boundary of a conversation is worth most. One that a single turn has continued is demoted, so
@@ -46,16 +47,26 @@ class StateSaver(CompanionSaver):
         self._continued_by: OrderedDict[tuple[str, str], str | None] = OrderedDict()
 
     def release(self, turn: Turn) -> None:
-        """The copy of a turn's state is not needed any more."""
-        if turn.state is not None:
+        """The copies of a turn's states are not needed any more."""
+        for _ in turn.states:
             self._states.release()
 
     def _has_saved(self, turn: Turn, identity: ModelIdentity, write: Callable[..., bool]) -> bool:
+        has_saved = False
+        for end in sorted({*turn.states, len(turn.token_ids)}):
+            keys = turn.page_keys[: end // self._states.page_size]
+            before = replace(turn, page_keys=keys, token_ids=turn.token_ids[:end])
+            has_saved = self._has_saved_end(before, turn.states.get(end), identity, write)
+        return has_saved
+
+    def _has_saved_end(
+        self, turn: Turn, state: CopiedState | None, identity: ModelIdentity, write: Callable[..., bool]
+    ) -> bool:
         end = replace(turn, page_keys=turn.page_keys[-1:], token_ids=turn.token_ids[-1:])
         if self.store.find_missing(identity, end.page_keys):
-            if turn.state is None:
+            if state is None:
                 return False
-            run = TokenRun(turn.state.__getitem__, 0, 1)
+            run = TokenRun(state.__getitem__, 0, 1)
             if not write(end, range(1), run, recompute_s=self._saved_s(len(turn.token_ids))):
                 return False
             self._states.counters.stored = self.written.segments

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,16 +51,16 @@ class Turn(StoredPath):
 
     ``model`` is what computed it: weights may change before it is stored. ``ready`` are the events after
     which the slots hold the KV. ``attention`` is what was recorded of it, if anything; whoever stores the
-    turn releases it. ``state`` is a copy of the state that recurrent layers have after it, if the model has
-    such layers and the state was there. ``rid`` is its request; ``tenant`` is whom its bytes count for;
-    ``session`` the name of the conversation, if it has one; ``hint`` what its request said about its future.
-    A turn that is to be dropped is not stored.
+    turn releases it. ``states`` are copies of the states that recurrent layers have after so many of its
+    tokens, at its end and at its prompt's, if the model has such layers and the states were there. ``rid`` is
+    its request; ``tenant`` is whom its bytes count for; ``session`` the name of the conversation, if it has
+    one; ``hint`` what its request said about its future. A turn that is to be dropped is not stored.
     """
 
     model: ModelIdentity = field(kw_only=True)
     ready: Sequence[Any]
     attention: CapturedTurn | None = None
-    state: CopiedState | None = None
+    states: Mapping[int, CopiedState] = field(default_factory=dict)
     rid: str = ""
     tenant: str = ""
     session: SessionName | None = None
