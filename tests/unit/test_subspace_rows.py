@@ -34,7 +34,7 @@ def turn(outside: float = 0.0) -> Turn:
     positions = torch.arange(START, end, 8)
     queries = torch.randn(NUM_LAYERS, len(positions), 4, 16, generator=generator)
     rows = QueryRows(queries, positions, torch.arange(4) // 2, 0.25)
-    return Turn(START, segment, kv, rows, AttentionStatistics.zero(NUM_LAYERS, 4), 0)
+    return Turn(START, segment, kv, rows, AttentionStatistics.zero(NUM_LAYERS, 4), 0, 0)
 
 
 def test_a_row_is_the_codec_with_the_turns_share_of_the_limit() -> None:
