@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+import krul_sglang
 from benchmarks.serving.configuration import Configuration
 from benchmarks.serving.divergence import (
     ComparedTurn,
@@ -205,17 +206,19 @@ LOSSY = 1e-6
 
 
 @pytest.fixture(scope="module")
-def learned_for_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory with bases of two ranks, from as much text as a server learns from by itself."""
+def learned_from_chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache directory with bases of two ranks, from the chats that come with the program, without its
+    source: so chats are familiar, whatever the source says."""
     cache_dir = tmp_path_factory.mktemp("krul-cache")
-    learn(REFERENCE_MODEL, cache_dir, tp_size=2, num_pieces=NUM_PIECES)
+    chats = Path(krul_sglang.__file__).parent / "assets" / "chats.json"
+    learn(REFERENCE_MODEL, cache_dir, tp_size=2, num_pieces=NUM_PIECES, texts=[chats])
     return cache_dir
 
 
 @pytest.fixture(scope="module")
 def learned_from_other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, but not from this program's source: each change of that draws other bases, which lose more of
-    the chats that are compared or less."""
+    """The same, from source that does not change: each change of this program's draws other bases, which lose
+    more of the chats that are compared or less."""
     cache_dir, spec = tmp_path_factory.mktemp("krul-cache"), find_spec("sglang.srt.managers")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -277,7 +280,7 @@ def test_what_two_ranks_restore_diverges_by_less_than_the_default_budget(
 
 
 def test_a_predictable_history_that_is_probed_again_and_again_does_not_loosen_the_budget_of_chats(
-    control: ServerProcess, learned_for_two: Path
+    control: ServerProcess, learned_from_chats: Path
 ) -> None:
     """Text that repeats loses less than chats do. If each probe of it counted, chats would be taken to lose a
     fraction of what they do."""
@@ -286,7 +289,7 @@ def test_a_predictable_history_that_is_probed_again_and_again_does_not_loosen_th
     text = encode(chats[20].messages(2, {1: "I will remember that."}))
     predictable = (2 * text)[:640]
     assert kind_of_text(np.array(predictable)) == "varied", "it would not count for chats"
-    with two_ranks(learned_for_two, ERROR_BUDGET) as server:
+    with two_ranks(learned_from_chats, ERROR_BUDGET) as server:
 
         def factor() -> float:
             of_kinds = krul_stats(server)["compression"]["budget"]["correction"]
