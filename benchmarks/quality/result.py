@@ -211,8 +211,9 @@ def quality_table(result: Result, path: Path | None) -> str:
     has_recall = "recall" in rows[0]
     lengths = sorted({each["history_tokens"] for each in result["conversations"]})
     questions = f", {rows[0]['questions']} questions" if has_recall else ""
+    part = f" (part {configuration['part']})" if "part" in configuration else ""
     notes = (
-        f"{Path(configuration['model']).name}, suite {configuration['suite']}, turns",
+        f"{Path(configuration['model']).name}, suite {configuration['suite']}{part}, turns",
         f"{configuration['turns']}:",
         f"{sum(each['count'] for each in result['conversations'])} conversations of about",
         f"{' and '.join(map(str, lengths))} tokens{questions}. In brackets: 95% intervals, paired with full",
