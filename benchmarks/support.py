@@ -77,7 +77,7 @@ SERVED = (
     ),
     Served(
         "recurrent layers beside attention: LFM2's short convolutions, Qwen3-Next's gated delta rule (random "
-        "weights), by whole loads up to the ends of turns",
+        "weights), by whole loads up to the ends of turns and of prompts",
         "tests/integration/test_hybrid_serving.py",
     ),
     Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),

@@ -6,8 +6,10 @@ learned from text that is not scored. Tables and bases are not counted. Both fav
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -168,9 +170,7 @@ class Components:
         rate = (step / (2**0.5 * self.deviation.clamp(min=1e-3 * step))).double()
         magnitudes = codes.abs().double()
         of_zero = -torch.log2(-torch.expm1(-rate)).expand_as(codes)
-        of_others = (2 * rate * magnitudes - torch.log(torch.sinh(rate.clamp(max=300)))) / torch.log(
-            torch.tensor(2.0)
-        )
+        of_others = (2 * rate * magnitudes - torch.sinh(rate.clamp(max=300)).log()) / math.log(2)
         bits = torch.where(codes == 0, of_zero, of_others)
         return codes * step @ self.basis.T + self.mean, float(bits.sum())
 
@@ -243,13 +243,7 @@ def published_methods(
 ) -> Iterator[Method]:
     """The rows whose names are ``wanted``. ``learn`` gives histories to learn tables and bases from; it is
     asked at most once, by rows that need them."""
-    histories: list[Sequence[LayerKV]] = []
-
-    def learned() -> Sequence[Sequence[LayerKV]]:
-        if not histories:
-            histories.extend(learn())
-        return histories
-
+    learned = cache(learn)
     for bits in (2, 4):
         if wanted(name := f"kivi{bits}"):
             yield LayerByLayer(name, "kivi", grouped(bits, 32), exact_last=128)

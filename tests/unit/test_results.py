@@ -22,11 +22,11 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_the_command_of_a_result_is_still_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = MODULES[name]
-    module = words[words.index("-m") + 1]
-    monkeypatch.setattr(sys, "argv", words[words.index("-m") + 1 :])
+    arguments = words[words.index("-m") + 1 :]
+    monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(runner, "run", lambda *_: 0)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module(module, run_name="__main__")
+        runpy.run_module(arguments[0], run_name="__main__")
     assert ended.value.code == 0, COMMANDS[name]
 
 
