@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -227,9 +226,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 show(f"draft_{name}", meaning, value, self._setup.start_agreement.rank)
 
     @timed
-    def ended_turn(
-        self, path: StoredPath, owner: TurnOwner, state_slots: Mapping[int, Any] = MappingProxyType({})
-    ) -> Turn:
+    def ended_turn(self, path: StoredPath, owner: TurnOwner, state_slots: Mapping[int, Any]) -> Turn:
         """A turn that has just ended, with what was captured of its attention, to be stored.
 
         ``state_slots`` (int64 ``[1]`` each): where the states of recurrent layers lie after so many tokens.
@@ -237,8 +234,9 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """
         states = {}
         if self.states is not None:
-            copies = {end: self._copied_state(self.states, slot.long()) for end, slot in state_slots.items()}
-            states = {end: copy for end, copy in copies.items() if copy is not None}
+            for end, slot in state_slots.items():
+                if (state := self._copied_state(self.states, slot.long())) is not None:
+                    states[end] = state
         capture = self._setup.capture
         attention = None if capture is None else capture.take(owner.rid, owner.request_slot)
         if owner.session is not None and owner.tenant:

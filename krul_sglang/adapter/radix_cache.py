@@ -276,8 +276,8 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             self._probe_candidate = _ProbeCandidate(node, cache.inc_lock_ref(node).to_dec_params(), path)
 
     def _state_slots(self, req: Any, node: Any, num_tokens: int) -> dict[int, Any]:
-        """Where the states lie at the end of a turn of ``num_tokens`` tokens, and at the end of its prompt:
-        those that the tree has. By their number of tokens."""
+        """Find the slots of the states that the tree has after a turn's ``num_tokens`` tokens, where ``node``
+        ends, and after its prompt. Returns them by number of tokens."""
         if self.cache_linker.states is None:
             return {}
         tree = self.cache.tree_core
@@ -313,7 +313,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         path = StoredPath(page_keys, np.asarray(ids, dtype=np.int64), row.to(torch.int64, copy=True))
         path = self._named(path, req.extra_key, req.cache_salt)
         num_in_tree = 0 if slot.lock is None else len(cache.path_device_indices(slot.lock.node))
-        turn = self.cache_linker.ended_turn(path, owner)
+        turn = self.cache_linker.ended_turn(path, owner, {})
         self._submit(turn, req, min(num_in_tree, num_tokens), kv=slot.kv)
 
     def _submit(

@@ -148,7 +148,7 @@ class Rank:
     def store_turn(self, name: str) -> None:
         tokens, slots = np.arange(NUM_TOKENS, dtype=np.int64), torch.arange(NUM_TOKENS)
         path = StoredPath(keys_of(name), tokens, slots)
-        self.linker.offloader.submit(self.linker.ended_turn(path, TurnOwner("r", 0)))
+        self.linker.offloader.submit(self.linker.ended_turn(path, TurnOwner("r", 0), {}))
         assert self.linker.pop_completed_offload()
 
     def lookup(self, name: str, rid: str = "r") -> int:
