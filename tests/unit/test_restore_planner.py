@@ -18,9 +18,11 @@ from benchmarks.simulate.oracle.dual import DualTables, best_layer_counts, make_
 from benchmarks.simulate.oracle.optimal import OptimalPlanner
 from benchmarks.simulate.pipeline import simulate
 from krul_backend.errors import RestoreError
+from krul_backend.planner import planners
 from krul_backend.planner.interface import (
     ComputeCost,
     RestoreCosts,
+    RestorePlan,
     RestorePlanner,
     RestoreProblem,
     StoredRun,
@@ -30,12 +32,16 @@ from krul_backend.planner.planners import (
     PLANNERS,
     LocalSearchPlanner,
     allocate,
+    earliest_end_s,
     limit_lengths,
     make_planner,
 )
 from krul_backend.planner.timing import RestoreTiming
 from tests.support.random_heads import RandomPlanner
-from tests.support.restore_builders import HOST, check, is_allowed, make_problem, problems, stored_run
+from tests.support.restore_builders import DISK, HOST, check, is_allowed, make_problem, problems, stored_run
+
+SEARCH = LocalSearchPlanner(min_gain=0.0)
+"""What the search finds, however little heads gain."""
 
 
 def allowed_head_ends(problem: RestoreProblem) -> Iterator[tuple[int, ...]]:
@@ -75,7 +81,7 @@ def test_the_local_search_usually_finds_the_best_plan_of_small_problems() -> Non
     @settings(max_examples=200, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(problems())
     def search(problem: RestoreProblem) -> None:
-        best_s, end_s = best_end_s(problem), LocalSearchPlanner().plan(problem).end_s
+        best_s, end_s = best_end_s(problem), SEARCH.plan(problem).end_s
         behind.append(end_s / best_s - 1 if best_s > 0 else end_s)
 
     search()
@@ -94,7 +100,7 @@ def test_the_local_search_ends_at_most_one_percent_behind_the_oracle() -> None:
     for (gpu, link), model, history_tokens, new_tokens, codec in SIMULATED:
         stored_as = make_codecs(model.num_layers)[codec]
         problem = simulated_problem(gpu, link, model, stored_as, history_tokens, new_tokens)
-        end_s = LocalSearchPlanner().plan(problem).end_s
+        end_s = SEARCH.plan(problem).end_s
         solution = OptimalPlanner().solve(problem)
         assert end_s >= solution.bound_s * (1 - 1e-12)
         behind.append(end_s / solution.plan.end_s - 1)
@@ -105,8 +111,8 @@ def test_the_local_search_ends_at_most_one_percent_behind_the_oracle() -> None:
 @settings(max_examples=150, deadline=None)
 @given(problems(max_layers=12, max_pages=30))
 def test_plans_are_allowed_and_never_beat_the_oracle(problem: RestoreProblem) -> None:
-    solution, searched = OptimalPlanner().solve(problem), LocalSearchPlanner().plan(problem)
-    for planner in (*ALL_PLANNERS.values(), RandomPlanner()):
+    solution, searched = OptimalPlanner().solve(problem), SEARCH.plan(problem)
+    for planner in (*ALL_PLANNERS.values(), LocalSearchPlanner(), RandomPlanner()):
         plan = planner.plan(problem)
         # Sums of many plans at once and of one may differ in the last bit, also where one is 0.
         assert solution.bound_s <= plan.end_s * (1 + 1e-12) + 1e-12
@@ -128,6 +134,76 @@ def test_plans_are_allowed_and_never_beat_the_oracle(problem: RestoreProblem) ->
 def test_only_an_impossible_restore_is_recomputed(name: str, problem: RestoreProblem) -> None:
     is_possible = RestoreTiming(problem).is_possible
     assert ALL_PLANNERS[name].plan(problem).is_recompute == (not is_possible)
+
+
+@st.composite
+def busy_problems(draw: st.DrawFn) -> RestoreProblem:
+    """Of which some wait for other requests, or load before they compute."""
+    problem = draw(problems())
+    delays_s = st.sampled_from([0.0, 0.0, 3.0, 40.0])
+    serial_tiers, overhead_s = draw(st.sampled_from([(), (HOST, DISK)])), draw(st.sampled_from([0.0, 2.0]))
+    return replace(
+        problem,
+        compute_delay_s=draw(delays_s),
+        load_delay_s=draw(delays_s),
+        costs=replace(problem.costs, serial_tiers=serial_tiers, overhead_s=overhead_s),
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(busy_problems())
+def test_no_plan_ends_before_the_earliest_end(problem: RestoreProblem) -> None:
+    timing, head_ends = RestoreTiming(problem), list(allowed_head_ends(problem))
+    if head_ends:
+        ends_s = timing.evaluate(np.array(head_ends, np.int64)).end_s
+        assert earliest_end_s(timing) <= ends_s.min() * (1 + 1e-9)
+
+
+@settings(max_examples=500, deadline=None)
+@given(busy_problems(), st.sampled_from([1 / 16, 0.3]))
+def test_heads_that_gain_enough_are_those_of_the_search(problem: RestoreProblem, min_gain: float) -> None:
+    """And without those that gain less, the restore is later by less than that gain."""
+
+    def whole_s(plan: RestorePlan) -> float:
+        return plan.end_s + (0.0 if plan.is_recompute else problem.costs.overhead_s)
+
+    plan, searched = LocalSearchPlanner(min_gain).plan(problem), SEARCH.plan(problem)
+    full_s = make_planner("full-load").plan(problem).end_s
+    least_s = max(0.0, min_gain * (full_s - problem.load_delay_s))
+    if full_s - searched.end_s > least_s * (1 + 1e-9) and not searched.is_recompute:
+        assert plan == searched
+    assert whole_s(searched) <= whole_s(plan) * (1 + 1e-9)
+    assert whole_s(plan) <= (whole_s(searched) + least_s) * (1 + 1e-9)
+
+
+def on_an_h100(tier: TierCost) -> RestoreProblem:
+    """8,192 tokens of Llama 3 8B, with the costs that were measured there."""
+    problem = make_problem(
+        stored_run(0, 8192, [4096.0] * 32),
+        new_tokens=100,
+        head=ComputeCost(1.5e-3, 0.0, 5e-10),
+        own=ComputeCost(2.3e-4, 3.3e-7, 1.85e-10),
+        host=tier,
+    )
+    return replace(problem, costs=replace(problem.costs, overhead_s=0.07))
+
+
+def test_fast_loads_have_no_heads_and_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = on_an_h100(TierCost(4.7e-5, 2.25e-11))
+    full = make_planner("full-load").plan(problem)
+    searched = SEARCH.plan(problem)
+    assert searched.head_ends[0] > 0
+    assert 0.96 * full.end_s < searched.end_s < full.end_s
+    monkeypatch.setattr(planners, "search_heads", None)
+    assert LocalSearchPlanner().plan(problem) == full
+
+
+def test_slow_loads_are_split_as_the_search_finds() -> None:
+    problem = on_an_h100(TierCost(1e-4, 1 / 3e9))
+    plan = LocalSearchPlanner().plan(problem)
+    assert plan == SEARCH.plan(problem)
+    assert plan.end_s < 0.6 * make_planner("full-load").plan(problem).end_s
+    assert plan.head_ends[-1] > 0
 
 
 def large_problem(

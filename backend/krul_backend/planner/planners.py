@@ -44,6 +44,9 @@ _SHARES = 1 << 20
 _TIED = 1e-13
 """Ends that differ by less, relative, are equal: sums of many plans at once and of one may differ."""
 _FAN_OUT = 16
+_MIN_HEAD_GAIN = 1 / 16
+"""Heads must save this share of a restore's time. Restores take up to 15% more or less than predicted
+(docs/measured.md), and heads err to the late side: a smaller gain would often be a loss."""
 
 
 def full_load_heads(timing: RestoreTiming) -> Tokens:
@@ -292,21 +295,61 @@ def _shares(excess_s: Floats) -> Floats:
     return shares
 
 
+def earliest_end_s(timing: RestoreTiming) -> float:
+    """A time before which no plan ends. Some head ends must be possible.
+
+    The lowest heads compute for ``C`` and end at ``E``. If a second of further heads saves ``r`` seconds of
+    loading at most, heads that take ``x`` more end no earlier than ``C + x``, nor than ``E - r x``. These
+    meet at ``E - (E - C) r / (1 + r)``.
+    """
+    problem, lowest, cost = timing.problem, timing.lowest, timing.problem.costs.head
+    times = timing.evaluate(lowest[None])
+    compute_s, end_s = float(times.compute_s[0]), float(times.end_s[0])
+    if any(run.front_tier is not None for run in problem.runs):
+        return compute_s * (1 - _TIED)
+    # A token of a head saves most, on average, if the head ends with a run, or where heads must: [R, L].
+    heads = np.clip(timing.end[:, None], lowest, timing.highest)
+    saved_s = np.zeros(heads.shape)
+    for part in timing.load_parts:
+        np.add.at(saved_s.T, list(part.last_use), (part.seconds(lowest[None]) - part.seconds(heads)).T)
+    saved_s = (saved_s / np.maximum(heads - lowest, 1)).max(axis=0, initial=0.0)
+    # Of n further tokens each takes fixed / n + context n / 2, and what does not depend on n: the least.
+    has_head = lowest > problem.device_tokens
+    fixed_s = np.where(has_head, 0.0, cost.launch_s + cost.past_s * problem.device_tokens)
+    num_tokens = np.sqrt(2 * fixed_s / max(cost.context_s, 1e-300))
+    num_tokens = np.clip(num_tokens, 1, np.maximum(timing.highest - lowest, 1))
+    token_s = cost.token_s + cost.context_s * (lowest + num_tokens / 2) + fixed_s / num_tokens
+    # r / (1 + r)
+    share = float((saved_s / np.maximum(saved_s + token_s, 1e-300)).max())
+    return (end_s - share * (end_s - compute_s)) * (1 - _TIED)
+
+
 class LocalSearchPlanner(RestorePlanner):
     """The earliest end that a local search finds, over head ends and recomputation.
 
     A restore must end earlier than recomputation by its overhead (``RestoreCosts.overhead_s``), too. The plan
-    never ends later than those of full load, uniform and pyramid.
+    is full load if heads save less than the share ``min_gain`` of its time, counted from when its loads can
+    start; where no heads can save that much there is no search.
     """
 
     name = "local-search"
+
+    def __init__(self, min_gain: float = _MIN_HEAD_GAIN) -> None:
+        self._min_gain = min_gain
 
     def plan(self, problem: RestoreProblem) -> RestorePlan:
         timing, recompute = RestoreTiming(problem), RestorePlan.recompute(problem)
         if not timing.is_possible:
             return recompute
-        plan = timing.plan(search_heads(timing))
-        return recompute if recompute.end_s < plan.end_s + problem.costs.overhead_s else plan
+        earliest_s, overhead_s = earliest_end_s(timing), problem.costs.overhead_s
+        if recompute.end_s < earliest_s + overhead_s:
+            return recompute
+        plan = timing.plan(full_load_heads(timing))
+        limit_s = plan.end_s - self._min_gain * (plan.end_s - problem.load_delay_s)
+        if earliest_s <= limit_s:
+            searched = timing.plan(search_heads(timing))
+            plan = searched if searched.end_s <= limit_s else plan
+        return recompute if recompute.end_s < plan.end_s + overhead_s else plan
 
 
 class HeadsPlanner(RestorePlanner):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,10 +118,7 @@ class RestoreTiming:
         copy_s: Floats = np.where(is_copied, latency_s[:, None], 0.0)  # [R, L]
         token_s: Floats = self.token_bytes * byte_s[:, None]  # [R, L]
         scale = problem.costs.decode_scale
-        once_s, segment_s, decode_s = (
-            scale * _floats([tuple(getattr(cost, name) for cost in run.decode) for run in runs], shape)
-            for name in ("latency_s", "segment_s", "token_s")
-        )
+        once_s, segment_s, decode_s = scale * _decode_seconds(runs, num_layers)
         # The last segment that is decoded pays what is paid once.
         is_last = (once_s[::-1] > 0).cumsum(axis=0)[::-1] == 1
         self._decode_run_s: Floats = segment_s + np.where(is_last, once_s, 0.0)  # [R, L]
@@ -220,6 +218,14 @@ def _tier(problem: RestoreProblem, name: str) -> TierCost:
     if name not in tiers:
         raise RestoreError(f"tier {name!r} has no costs (known: {', '.join(tiers)})")
     return tiers[name]
+
+
+def _decode_seconds(runs: Sequence[StoredRun], num_layers: int) -> Floats:
+    """[3, R, L]: seconds of decoding once, for a segment and for a token. Neighbours often cost the same."""
+    groups = [(costs, len(list(equal))) for costs, equal in groupby(run.decode for run in runs)]
+    rows = [[(cost.latency_s, cost.segment_s, cost.token_s) for cost in costs] for costs, _ in groups]
+    seconds = np.array(rows, np.float64).reshape(-1, num_layers, 3)
+    return np.moveaxis(seconds.repeat(np.array([num for _, num in groups], np.int64), axis=0), 2, 0)
 
 
 def _floats(rows: Sequence[tuple[float, ...]], shape: tuple[int, int]) -> Floats:

@@ -64,13 +64,13 @@ class DecodeCosts(LayerCosts):
         self.pair = dict(pair)
         self.group = group
         self.serial = serial
+        self._slowest = max(self.single.values(), key=lambda cost: cost.token_s, default=NO_DECODING)
 
     def of(self, *, is_serial: bool) -> DecodeCosts:
         return self.serial if is_serial and self.serial is not None else self
 
     def layer(self, precision: Precision) -> DecodeCost:
-        slowest = max(self.single.values(), key=lambda cost: cost.token_s, default=NO_DECODING)
-        return self.single.get(precision, slowest)
+        return self.single.get(precision, self._slowest)
 
     def paired_layer(self, precision: Precision) -> DecodeCost:
         measured = self.pair.get(precision)
@@ -328,7 +328,9 @@ class RestorePlanning:
 
         def decodable(layer_first_token: Sequence[int]) -> tuple[int, ...]:
             starts = decoder.decodable_from(layer_first_token)
-            return tuple(min(max(first_token, token + reader.shift), end_token) for token in starts)
+            # Most often one token for all layers.
+            bounded = {token: min(max(first_token, token + reader.shift), end_token) for token in {*starts}}
+            return tuple(map(bounded.__getitem__, starts))
 
         return StoredRun(
             tier=reader.source.tier,
