@@ -10,6 +10,7 @@ from krul_backend.errors import RestoreError
 from krul_backend.planner.calibration import (
     MAX_OBSERVED_RATIO,
     MAX_SCALE,
+    NUM_OVERHEADS,
     OVERHEAD_FADING,
     OnlineCosts,
     fit_compute,
@@ -236,17 +237,21 @@ def test_no_observation_is_lost_between_threads() -> None:
     assert online.current().head.token_s == pytest.approx(alone.current().head.token_s)
 
 
-def test_the_first_overheads_count_alike_and_later_ones_less() -> None:
-    online = OnlineCosts(START, half_life=3)
+def test_the_overhead_is_what_most_restores_take_beyond_their_plans() -> None:
+    online = OnlineCosts(START)
     for measured_s in (1.3, 1.1):
         online.observe_overhead(1.0, measured_s)
     assert online.current().overhead_s == pytest.approx(0.2)
-    for _ in range(50):
-        online.observe_overhead(1.0, 1.05)
-    assert online.current().overhead_s == pytest.approx(0.05, rel=0.01)
     for measured_s in (0.0, float("nan"), float("inf")):
         online.observe_overhead(1.0, measured_s)
-    assert online.current().overhead_s == pytest.approx(0.05, rel=0.01)
+    assert online.current().overhead_s == pytest.approx(0.2)
+    for measured_s in (1.05, 1.05, 4.0, 1.05, 3.0, 1.05, 1.05):
+        online.observe_overhead(1.0, measured_s)
+    assert online.current().overhead_s == pytest.approx(0.05)
+    # Older ones are forgotten.
+    for _ in range(NUM_OVERHEADS // 2 + 1):
+        online.observe_overhead(1.0, 2.0)
+    assert online.current().overhead_s == pytest.approx(1.0)
 
 
 def test_restores_that_end_early_have_no_overhead() -> None:

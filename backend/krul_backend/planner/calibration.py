@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import statistics
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +31,8 @@ MAX_OBSERVED_RATIO = 4.0
 """A measurement counts as at most so many times its prediction, or at least one over this."""
 MAX_SCALE = 32.0
 """Costs are never scaled by more than this, or by less than one over this."""
+NUM_OVERHEADS = 9
+"""The last restores that say how long restores take beyond their plans."""
 OVERHEAD_FADING = 0.02
 """Share of the overhead that each restore which is given up for recomputation takes off it."""
 DEFAULT_HALF_LIFE = 8.0
@@ -119,9 +123,9 @@ class OnlineCosts:
     An observation is clipped to a factor of ``MAX_OBSERVED_RATIO`` either way, the whole to ``MAX_SCALE``;
     one that is not a positive number teaches nothing. Safe to use from several threads.
 
-    And the overhead of a restore: the mean of what restores took beyond their plans, weighted alike. While
-    it keeps restores from happening nothing is learned of it, so it fades (``fade_overhead``) until one is
-    tried again.
+    And the overhead of a restore: the median of what the last ones took beyond their plans, so that the first
+    one, which compiles kernels, or one beside a pause does not count. While it keeps restores from happening
+    nothing is learned of it, so it fades (``fade_overhead``) until one is tried again.
 
     Raises:
         RestoreError: a half-life, in observations, that is not positive.
@@ -137,8 +141,7 @@ class OnlineCosts:
         self._own_log = 0.0
         self._decode_log = 0.0
         self._tier_logs = dict.fromkeys(costs.tiers, 0.0)
-        self._overhead_s = costs.overhead_s
-        self._num_overheads = 0
+        self._overheads_s = deque([costs.overhead_s] if costs.overhead_s else (), maxlen=NUM_OVERHEADS)
 
     def observe_head(self, predicted_s: float, measured_s: float) -> None:
         """Heads were predicted to take ``predicted_s`` and took ``measured_s``."""
@@ -186,15 +189,13 @@ class OnlineCosts:
         limit_s = (MAX_OBSERVED_RATIO - 1) * predicted_s
         beyond_s = min(max(measured_s - predicted_s, -limit_s), limit_s)
         with self._lock:
-            self._num_overheads += 1
-            # The first ones count as much as each other.
-            gain = max(self._gain, 1 / self._num_overheads)
-            self._overhead_s += gain * (beyond_s - self._overhead_s)
+            self._overheads_s.append(beyond_s)
 
     def fade_overhead(self) -> None:
         """A restore was given up for recomputation."""
         with self._lock:
-            self._overhead_s *= 1 - OVERHEAD_FADING
+            for index in range(len(self._overheads_s)):
+                self._overheads_s[index] *= 1 - OVERHEAD_FADING
 
     def current(self) -> RestoreCosts:
         """The costs by which to plan now."""
@@ -203,7 +204,7 @@ class OnlineCosts:
                 head=_scaled_compute(self._costs.head, math.exp(self._head_log)),
                 own=_scaled_compute(self._costs.own, math.exp(self._own_log)),
                 tiers=self._scaled_tiers(),
-                overhead_s=max(0.0, self._overhead_s),
+                overhead_s=max(0.0, statistics.median(self._overheads_s or [0.0])),
                 serial_tiers=self._costs.serial_tiers,
                 decode_scale=math.exp(self._decode_log),
             )
