@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 _MAX_SCORES = 1 << 25
@@ -15,6 +17,9 @@ _MAX_SCORES = 1 << 25
 
 _MIN_QUERIES = 16
 """Fewest queries of one call, however long the prefix is."""
+
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All of torch's but cuDNN's, which takes 50 ms for the first call of each new length: a head has any."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +71,8 @@ def read_rows(
 class GatheredAttention:
     """Attention by torch, one span after another over a copy of its KV. Runs on any device.
 
-    The kernel is torch's choice. Few queries go into one call, so that even one that keeps all scores takes
-    bounded memory; one that keeps none (flash attention on a GPU) is handed neither mask nor bias.
+    Flash attention, where torch has it for the device, takes a span in one call, without mask or bias. Other
+    kernels may keep all scores: they get few queries in one call, so that these take bounded memory.
     """
 
     name = "torch"
@@ -98,17 +103,19 @@ def _attend(output: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     num_queries, num_tokens = len(q), len(k)
     # [T, H, D] -> [1, H, T, D]
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    step = max(_MIN_QUERIES, _MAX_SCORES // (q.shape[1] * num_tokens))
-    for first in range(0, num_queries, step):
-        end = min(first + step, num_queries)
-        seen = num_tokens - num_queries + end
-        part = F.scaled_dot_product_attention(
-            q[:, :, first:end],
-            k[:, :, :seen],
-            v[:, :, :seen],
-            # The last query sees all of these tokens, each one before it one less.
-            attn_mask=causal_lower_right(end - first, seen),
-            scale=scaling,
-            enable_gqa=True,
-        )
-        output[first:end] = part[0].transpose(0, 1)
+    with sdpa_kernel(_KERNELS):
+        keeps_scores = not can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, True))
+        step = max(_MIN_QUERIES, _MAX_SCORES // (q.shape[1] * num_tokens)) if keeps_scores else num_queries
+        for first in range(0, num_queries, step):
+            end = min(first + step, num_queries)
+            seen = num_tokens - num_queries + end
+            part = F.scaled_dot_product_attention(
+                q[:, :, first:end],
+                k[:, :, :seen],
+                v[:, :, :seen],
+                # The last query sees all of these tokens, each one before it one less.
+                attn_mask=causal_lower_right(end - first, seen),
+                scale=scaling,
+                enable_gqa=True,
+            )
+            output[first:end] = part[0].transpose(0, 1)
