@@ -25,6 +25,7 @@ from benchmarks.tiers.disk import evict
 from benchmarks.tiers.segments import make_manifest, make_model, page_keys, token_ids
 from krul_backend.tiers.common.eviction import UNKNOWN_PAUSE_S
 from krul_backend.tiers.common.interface import block_checksums
+from krul_backend.tiers.common.page_filter import digest_of
 from krul_backend.tiers.common.record import (
     RECORD_ALIGN,
     SegmentRecord,
@@ -33,7 +34,7 @@ from krul_backend.tiers.common.record import (
     no_checksums,
 )
 from krul_backend.tiers.ssd.disk import Disk
-from krul_backend.tiers.ssd.index import Entry, SegmentIndex, digest_of
+from krul_backend.tiers.ssd.index import Entry, SegmentIndex
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES, format_directory
 from krul_backend.tiers.ssd.ssd_tier import SsdTier

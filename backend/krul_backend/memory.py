@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import re
@@ -76,6 +77,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _OUT_OF_MEMORY)
     return isinstance(error, MemoryError)
+
+
+def create_memory_file(name: str, num_bytes: int) -> int:
+    """Descriptor of a new memory file; it lives as long as a descriptor or a mapping does.
+
+    Its size is sealed: if a process could shrink it, an access to the missing part would kill every process
+    that maps it.
+    """
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        fcntl.fcntl(
+            descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def map_shared(descriptor: int, num_bytes: int) -> mmap.mmap:

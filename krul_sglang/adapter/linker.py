@@ -411,6 +411,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "load": {**asdict(self.loader.counters), "pending": self.loader.num_pending()},
             "restore": self.restore_path.as_dict(),
             "waiting_leases": self.returning.num_leases,
+            "spared_lookups": self.returning.num_spared,
             "scheduler": self.steps.as_dict(),
             "request_hints": self.request_hints.as_dict(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from contextlib import closing
 from pathlib import Path
@@ -32,7 +33,7 @@ from tests.support.daemon_client import (
     num_pages,
     store,
 )
-from tests.support.store_builders import lease_pages, make_model, put, wait_until
+from tests.support.store_builders import lease_pages, make_model, page_keys, put, wait_until
 from tests.support.tiered_builders import wait_for
 
 DISK = ("--ssd-capacity", "256MiB")
@@ -76,6 +77,26 @@ def test_what_was_flushed_is_restored_by_the_next_daemon(stored: Path) -> None:
         counted = client.ask(StatsRequest)[0]
         assert dict(counted.tier_hit_pages) == {"dram": 3, "ssd": 3}
         assert counted.tiers[0].num_segments == 2
+
+
+def test_an_engine_knows_at_once_what_the_next_daemon_has(stored: Path) -> None:
+    arguments = ("--host-memory", "64MiB", "--ssd-dir", str(stored / "disk"), *DISK)
+    with closing(EmbeddedDaemon(arguments)) as daemon:
+        engine = DaemonStore(daemon.runtime_dir, model=MODEL, restart=daemon.restart)
+
+        def known() -> list[bool]:
+            return [engine.may_have(MODEL, key) for key in page_keys("disk", 0, 5)]
+
+        # The daemon may still read its disk.
+        wait_until(lambda: known() == [True] * 3 + [False] * 2)
+        put(engine, "disk", 3, 4, SIZES, MODEL)
+        assert known() == [True] * 4 + [False]
+        with AdminClient(daemon.runtime_dir) as admin:
+            assert admin.flush(TIMEOUT_S)
+        os.kill(daemon.pid, signal.SIGKILL)
+        wait_until(lambda: engine.counters.reconnects == 1)
+        wait_until(lambda: known() == [True] * 4 + [False])
+        engine.close()
 
 
 def test_ends_of_blocks_come_from_the_disk(tmp_path: Path) -> None:

@@ -390,6 +390,7 @@ class HostStoreMachine(RuleBasedStateMachine):
         for model in MODELS:
             keys = keys_of(0, True, 0, 10)
             stored = {i for i, key in enumerate(keys) if (model.fingerprint, key) in self.index}
+            assert all(self.store.page_filter.may_have(model, keys[i]) for i in stored)
             missing = self.store.find_missing(model, keys)
             assert [i for run in missing for i in run] == [i for i in range(10) if i not in stored]
 

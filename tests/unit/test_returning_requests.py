@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -10,16 +11,18 @@ import pytest
 
 from krul_backend.segment import TokenIds
 from krul_backend.tiers.common.interface import Prefetched
+from krul_sglang.engine.common.asking import AskingThread, DaemonPatience
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore import held_lease, returning_requests
 from krul_sglang.engine.restore.held_lease import MAX_RENEW_INTERVAL_S, RENEW_INTERVAL_S, HeldLease
-from krul_sglang.engine.restore.returning_request import Prompt
+from krul_sglang.engine.restore.returning_request import Prompt, State
 from krul_sglang.engine.restore.returning_requests import (
     RETRY_MISS_S,
     RETRY_PREFETCH_S,
     ReturningRequests,
 )
+from krul_sglang.reasons import Reasons
 from tests.support.store_builders import Clock, page_keys, put, tokens_of, wait_until
 from tests.support.tiered_builders import (
     FLAGS_BYTES,
@@ -722,6 +725,64 @@ def test_what_was_taken_is_the_takers(rig: Rig, waiting: ReturningRequests) -> N
     rig.assert_nothing_is_held()
 
 
+@pytest.fixture
+def knowing(rig: Rig, waiting: ReturningRequests, monkeypatch: pytest.MonkeyPatch) -> ReturningRequests:
+    """A store that says at once what it has not, as a daemon without a cluster does."""
+    monkeypatch.setattr(rig.store, "may_have", rig.host.page_filter.may_have)
+    return waiting
+
+
+def test_what_is_stored_nowhere_is_not_asked_for(rig: Rig, knowing: ReturningRequests, clock: Clock) -> None:
+    def tokens() -> TokenIds:
+        raise AssertionError("nobody needs them")
+
+    for expected in (1, 1, 2):
+        knowing.expect("r", Prompt(17, 0, tokens))
+        assert knowing.look_up("r", KEYS) == 0
+        assert (knowing.num_spared, knowing.state("r")) == (expected, State.MISSED)
+        clock.now_s += 0.6 * RETRY_MISS_S
+    assert lookups(rig) == 0
+    put_in_dram(rig, "c", 0, 2)
+    assert promise(knowing) == 0
+    # As the radix cache does when a turn has been stored that the prompt goes on from.
+    knowing.end_lease("r")
+    assert promise(knowing) == 2
+    assert promise(knowing, "s") == 2
+    assert (lookups(rig), knowing.num_spared) == (2, 2)
+    # What follows it has another first page.
+    assert promise(knowing, "r", KEYS[2:]) == 0
+    assert (lookups(rig), knowing.num_spared, knowing.num_leases) == (2, 3, 1)
+    clock.now_s += RETRY_MISS_S
+    assert promise(knowing, "r", KEYS[1:]) == 1
+    assert lookups(rig) == 3
+    knowing.release_all()
+    rig.assert_nothing_is_held()
+
+
+def test_a_miss_that_was_not_asked_for_is_explained(
+    rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = Reasons(MODEL.page_size, lambda: MODEL.fingerprint, lambda: True)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock, reasons=reasons)
+    monkeypatch.setattr(rig.store, "may_have", lambda model, page_key: False)
+    reasons.look_up("r", 17, 0, lambda: ("", tokens_of(KEYS)))
+    assert promise(waiting) == 0
+    assert '"new"' in reasons.as_text()
+
+
+def test_no_question_is_waited_for_when_nothing_is_stored(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.store, "may_have", rig.host.page_filter.may_have)
+    asking = AskingThread(DaemonPatience(), lambda: None)
+    is_free = threading.Event()
+    asking.ask(is_free.wait)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), asking)
+    assert promise(waiting) == 0
+    assert asking.patience.is_prompt
+    assert waiting.state("r") is State.MISSED
+    is_free.set()
+    asking.close()
+
+
 def moved_run(first: int, end: int) -> MovedRun:
     """Pages of conversation "old", which the prompt has from token 10 on; it has nothing on the device."""
     keys = page_keys("old", first, end)
@@ -775,6 +836,19 @@ def test_a_moved_run_is_not_held_if_its_head_may_not_be_computed_at_once(
     num_pages = look_up(waiting, "r", page_keys("new", 0, 20), lambda num_found: moved_run(5, 14))
     assert (num_pages > 3) == brings_more
     waiting.release_all()
+    rig.assert_nothing_is_held()
+
+
+def test_a_moved_run_is_looked_for_although_the_first_page_is_stored_nowhere(
+    rig: Rig, knowing: ReturningRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_lease, "RECOMPUTED_TOKENS", 4)
+    put_in_dram(rig, "old", 5, 12)
+    keys = page_keys("new", 0, 20)
+    assert look_up(knowing, "r", keys, lambda num_found: moved_run(5, 14)) > 0
+    assert look_up(knowing, "s", keys, lambda num_found: None) == 0
+    assert (knowing.num_spared, look_up(knowing, "t", keys), knowing.num_spared) == (0, 0, 1)
+    knowing.release_all()
     rig.assert_nothing_is_held()
 
 

@@ -32,6 +32,13 @@ class KVStore(Protocol):
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:
         """The maximal runs of ``page_keys`` (as index ranges, ascending) that no tier is known to hold."""
 
+    def may_have(self, model: ModelIdentity, page_key: str) -> bool:
+        """Whether ``lease`` could find a page now. Never waits.
+
+        False only if the page is in no tier; True may be wrong.
+        """
+        return True
+
     @abstractmethod
     def reserve(
         self, layer_num_bytes: Sequence[int], tenant: str = "", *, is_fast_copy: bool = False

@@ -45,6 +45,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 from krul_backend.tiers.common.lower_tier import LowerTier
+from krul_backend.tiers.common.page_filter import PageFilter
 from krul_backend.tiers.common.read_queue import ReadPriority
 from krul_backend.tiers.dram import Arrival, HostStore
 
@@ -86,6 +87,11 @@ class TieredStore(KVStore):
     def host(self) -> HostStore:
         """The DRAM tier, whose ``buffer`` engines map."""
         return self._host
+
+    @property
+    def page_filter(self) -> PageFilter | None:
+        """Has every page that can be found here; None if others store in one of the tiers, too."""
+        return self._host.page_filter if all(tier.notes_pages for tier in self._tiers) else None
 
     # Storing
 

@@ -74,7 +74,8 @@ class ReturningRequests:
     SGLang looks a waiting request up in each scheduling round that tries to admit it; the store is asked in
     the first one, by ``asking``, whose patience says how long a round waits for the answer. A late answer is
     a miss for this round, and is used in a later one if the request still waits. If the store had nothing,
-    it is asked again after ``RETRY_MISS_S``. At the end of a round (``looking_ahead``), what those that still
+    it is asked again after ``RETRY_MISS_S``. A store that says at once that it has nothing is not asked:
+    ``num_spared`` counts such lookups. At the end of a round (``looking_ahead``), what those that still
     wait will want from below DRAM is prefetched in the order of the queue, and their leases are renewed until
     all of it is in DRAM, so that the load is planned for DRAM. No round waits for that.
 
@@ -114,6 +115,7 @@ class ReturningRequests:
         self._asking = asking
         self._clock = clock
         self._requests: dict[str, ReturningRequest] = {}
+        self.num_spared = 0
         # Bytes that room may still have to be made for, when the answer comes.
         self._prefetches: list[tuple[int, Question[Prefetched]]] = []
         # Ids of requests that waited in the last round, the next one first.
@@ -309,17 +311,24 @@ class ReturningRequests:
         self._queue = ()
 
     def _ask(self, request: ReturningRequest, run: KeyRun, page_keys: Sequence[str]) -> None:
-        """Ask for a lease in place of the one that is held, if any."""
+        """Ask for a lease in place of the one that is held, if any.
+
+        If the first page is stored nowhere, and no run is looked for, the answer is there at once: nothing.
+        """
         self._has_changed |= request.held is not None
         request.give_back_at_s, request.missed_s = math.inf, -math.inf
         self._drop(request.question)
         self._drop(request.renewal)
         request.renewal = None
-        token_ids, find_run = request.prompt.token_ids(), request.prompt.find_run
-        finder = LeaseFinder(
-            self._store, self._model.identity, self._max_head_tokens, self._clock, self._states
-        )
         request.run = run
+        identity, find_run = self._model.identity, request.prompt.find_run
+        if find_run is None and not self._store.may_have(identity, page_keys[0]):
+            self.num_spared += 1
+            request.question = Question(lambda: None)
+            request.question.run()
+            return
+        token_ids = request.prompt.token_ids()
+        finder = LeaseFinder(self._store, identity, self._max_head_tokens, self._clock, self._states)
         request.question = self._asking.ask(lambda: finder.find(page_keys, token_ids, find_run))
 
     def _use_found(

@@ -31,6 +31,7 @@ from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolErr
 from krul_backend.memory import map_shared
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, LayerStatus, SegmentSlice, Span
+from krul_backend.tiers.common.page_filter import PageFilter
 
 ArenaBytes = npt.NDArray[np.uint8]
 
@@ -116,7 +117,7 @@ def _with_views(part: SegmentSlice, arena: ArenaBytes) -> SegmentSlice:
 
 
 _MAX_GREETING_BYTES = 4096
-_DESCRIPTOR = struct.Struct("i")
+_DESCRIPTOR, _DESCRIPTORS = struct.Struct("i"), struct.Struct("2i")
 
 
 class ClientSession:
@@ -124,7 +125,7 @@ class ClientSession:
 
     ``arena`` is the daemon's memory, uint8 ``[capacity_bytes]``, mapped shared and writable. It stays mapped
     as long as it, or a view of it, is referenced, so that a copy under way can finish even if the session or
-    the daemon ends.
+    the daemon ends. ``page_filter`` has what the daemon may have; None if it does not say.
 
     Args:
         runtime_dir: where the daemon serves.
@@ -157,11 +158,13 @@ class ClientSession:
             self._socket.settimeout(timeout_s)
             self._socket.connect(str(path))
             _check_peer(self._socket, path)
-            self.greeting, descriptor = _receive_greeting(self._socket, path)
+            self.greeting, descriptors = _receive_greeting(self._socket, path)
             try:
-                self.arena = _map_arena(descriptor, self.greeting.capacity_bytes)
+                self.arena = _map_arena(descriptors[0], self.greeting.capacity_bytes)
+                self.page_filter = PageFilter(descriptors[1]) if descriptors[1:] else None
             finally:
-                os.close(descriptor)
+                for descriptor in descriptors:
+                    os.close(descriptor)
             self._socket.settimeout(None)
         except (OSError, ValueError) as error:
             self._socket.close()
@@ -259,15 +262,15 @@ def _check_peer(connection: socket.socket, path: Path) -> None:
         raise DaemonError(f"the process that serves {path} belongs to user {uid}, not to user {os.geteuid()}")
 
 
-def _receive_greeting(connection: socket.socket, path: Path) -> tuple[SessionGreeting, int]:
-    """The daemon's greeting and the arena's descriptor, which the caller then owns."""
+def _receive_greeting(connection: socket.socket, path: Path) -> tuple[SessionGreeting, list[int]]:
+    """The daemon's greeting, and the descriptors with it, which the caller then owns."""
     line = b""
     descriptors: list[int] = []
     try:
         while not line.endswith(b"\n") and len(line) < _MAX_GREETING_BYTES:
             # Not socket.recv_fds, which cannot say CLOEXEC: a child process would keep the arena.
             data, ancillary, _, _ = connection.recvmsg(
-                _MAX_GREETING_BYTES - len(line), socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+                _MAX_GREETING_BYTES - len(line), socket.CMSG_LEN(_DESCRIPTORS.size), socket.MSG_CMSG_CLOEXEC
             )
             for level, kind, payload in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -278,13 +281,13 @@ def _receive_greeting(connection: socket.socket, path: Path) -> tuple[SessionGre
                 )
             line += data
         greeting = decode_greeting(line)
-        if len(descriptors) != 1:
-            raise ProtocolError(f"the daemon at {path} sent {len(descriptors)} descriptors instead of one")
+        if len(descriptors) not in (1, 2):
+            raise ProtocolError(f"the daemon at {path} sent {len(descriptors)} descriptors, not one or two")
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return greeting, descriptors[0]
+    return greeting, descriptors
 
 
 def _map_arena(descriptor: int, capacity_bytes: int) -> ArenaBytes:

@@ -128,6 +128,11 @@ class DaemonStore(KVStore):
         request = FindMissingRequest(fingerprint=model.fingerprint, page_keys=tuple(page_keys))
         return [range(*run) for run in self._try(request, model) or ()]
 
+    def may_have(self, model: ModelIdentity, page_key: str) -> bool:
+        connection = self._link.current()
+        page_filter = None if connection is None else connection.session.page_filter
+        return page_filter is None or page_filter.may_have(model, page_key)
+
     def reserve(
         self, layer_num_bytes: Sequence[int], tenant: str = "", *, is_fast_copy: bool = False
     ) -> Reservation | None:

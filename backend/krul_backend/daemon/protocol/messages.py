@@ -32,7 +32,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 MAX_FRAME_BYTES = 64 << 20
 MAX_PAGES = 1_000_000
 MAX_LAYERS = 1024
@@ -67,7 +67,8 @@ R = TypeVar("R")
 
 
 class SessionGreeting(Struct, frozen=True):
-    """The line that the daemon sends on ``session.sock``, with the arena's file descriptor."""
+    """The line that the daemon sends on ``session.sock``, with the file descriptors of the arena and,
+    unless others store in its tiers, too, of its ``PageFilter``."""
 
     protocol: int
     format: int

@@ -33,7 +33,7 @@ def build_store(config: DaemonConfig) -> TieredStore:
     tiers: list[LowerTier] = []
     try:
         if config.ssd_dir is not None:
-            tiers.append(_ssd_tier(config, config.ssd_dir))
+            tiers.append(_ssd_tier(config, config.ssd_dir, host))
         if config.mooncake is not None:
             tiers.append(_mooncake_tier(config.mooncake, host))
     except BaseException:
@@ -44,7 +44,7 @@ def build_store(config: DaemonConfig) -> TieredStore:
     return TieredStore(host, tiers)
 
 
-def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
+def _ssd_tier(config: DaemonConfig, directory: Path, host: HostStore) -> LowerTier:
     # Imported late, here and below: a daemon without the tier loads nothing that the tier needs.
     from krul_backend.tiers.ssd import SsdTier
 
@@ -58,6 +58,7 @@ def _ssd_tier(config: DaemonConfig, directory: Path) -> LowerTier:
         eviction=config.eviction,
         max_queued_bytes=config.ssd_queue_bytes,
         patience_s=config.ssd_patience_s,
+        page_filter=host.page_filter,
     )
 
 

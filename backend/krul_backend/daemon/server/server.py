@@ -102,8 +102,13 @@ class DaemonServer:
         self._orphans: deque[tuple[float, Reservation]] = deque()
         self._is_stopping = False
         self._lanes: Lanes[_Caller] = Lanes()
+        page_filter = store.page_filter
         self._sessions = SessionTable(
-            runtime_dir.session_socket, store.host.fileno(), store.host.buffer.nbytes, self._end_session
+            runtime_dir.session_socket,
+            store.host.fileno(),
+            store.host.buffer.nbytes,
+            self._end_session,
+            filter_fileno=None if page_filter is None else page_filter.fileno(),
         )
         self._last_session_s: float | None = None
         self._control = bind_router(context, f"ipc://{runtime_dir.control_socket}")

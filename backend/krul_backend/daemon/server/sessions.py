@@ -73,6 +73,7 @@ class SessionTable:
         path: where the socket is made; must not exist.
         arena_fileno: the descriptor that each client is sent; not owned.
         capacity_bytes: the arena's size.
+        filter_fileno: the one of the store's ``PageFilter``, if it has one; sent after the arena's.
         on_end: called with each session that has ended, when it is no longer in the table.
     """
 
@@ -83,8 +84,9 @@ class SessionTable:
         capacity_bytes: int,
         on_end: Callable[[Session], None],
         clock: Clock = time.monotonic,
+        filter_fileno: int | None = None,
     ) -> None:
-        self._arena_fileno = arena_fileno
+        self._filenos = [arena_fileno] if filter_fileno is None else [arena_fileno, filter_fileno]
         self._capacity_bytes = capacity_bytes
         self._on_end = on_end
         self._clock = clock
@@ -173,7 +175,7 @@ class SessionTable:
             capacity_bytes=self._capacity_bytes,
         )
         line = encode(greeting) + b"\n"
-        if socket.send_fds(connection, [line], [self._arena_fileno]) != len(line):
+        if socket.send_fds(connection, [line], self._filenos) != len(line):
             raise BlockingIOError("the greeting was not taken at once")
         session = Session(token, connection, pid, self._clock())
         self._epoll.register(connection, select.EPOLLIN | select.EPOLLRDHUP)

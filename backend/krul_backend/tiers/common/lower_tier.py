@@ -129,10 +129,13 @@ class LowerTier(ABC):
     suspends the tier for a while.
 
     ``reads``: the threads in which ``fetch`` is called. The tier ends them when it is closed.
+    ``notes_pages``: whether each page that can be found here came from this store's DRAM, or is in its
+    ``PageFilter`` when that is complete: nobody else stores anything here.
     """
 
     name: str
     reads: ReadQueue
+    notes_pages: bool = False
 
     @abstractmethod
     def find_missing(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[range]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import weakref
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from krul_backend.free_extents import FreeExtents
-from krul_backend.memory import map_shared
+from krul_backend.memory import create_memory_file, map_shared
 
 ALIGNMENT_BYTES = 64
 """Every extent starts at a multiple of this: a cache line, and the widest vector load of a CPU."""
@@ -60,7 +59,7 @@ class Arena:
         capacity_bytes -= capacity_bytes % ALIGNMENT_BYTES
         if capacity_bytes <= 0:
             raise ValueError(f"an arena needs at least {ALIGNMENT_BYTES} bytes, got {capacity_bytes}")
-        self._descriptor = _create_memory_file(capacity_bytes)
+        self._descriptor = create_memory_file("krul-arena", capacity_bytes)
         weakref.finalize(self, os.close, self._descriptor)
         self._buffer = np.frombuffer(map_shared(self._descriptor, capacity_bytes), dtype=np.uint8)
         self.space = FreeExtents(capacity_bytes)
@@ -157,17 +156,3 @@ class Arena:
     def _check_live(self, extent: Extent) -> None:
         if self._live.get(extent.offset) is not extent:
             raise ValueError(f"{extent} is not held in this arena: freed before, or another arena's")
-
-
-def _create_memory_file(num_bytes: int) -> int:
-    """Descriptor of a new, nameless memory file; it lives as long as a descriptor or a mapping does."""
-    descriptor = os.memfd_create("krul-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, num_bytes)
-        fcntl.fcntl(
-            descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        )
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor

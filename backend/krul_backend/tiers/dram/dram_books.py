@@ -21,6 +21,7 @@ from krul_backend.tiers.common.interface import (
     LayerStatus,
     Reservation,
 )
+from krul_backend.tiers.common.page_filter import PageFilter, digest_of
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.dram.arena import Arena, Extent, aligned_num_bytes
 from krul_backend.tiers.dram.eviction_plan import Candidate, EvictionSearch, FastCopiesFirst
@@ -108,7 +109,8 @@ class DramBooks:
 
     ``leases`` are by lease id, ``pending`` by reservation id, ``arriving`` by segment id. ``index`` has all
     segments but fast copies, which ``fast_copies`` has; "indexed" means: in the one or in the other.
-    ``leaving`` are the ids of indexed segments that a clear is about to remove.
+    ``leaving`` are the ids of indexed segments that a clear is about to remove. ``page_filter`` has the pages
+    of all segments that were ever indexed.
 
     Args:
         capacity_bytes: size of the arena in bytes.
@@ -120,6 +122,7 @@ class DramBooks:
         self, capacity_bytes: int, policy: EvictionPolicy, clock: Clock, tenant_quota: float
     ) -> None:
         self.arena = Arena(capacity_bytes)
+        self.page_filter = PageFilter()
         self.index: PageIndex[StoredSegment] = PageIndex()
         self.fast_copies: PageIndex[StoredSegment] = PageIndex()
         self.segments: dict[int, StoredSegment] = {}
@@ -253,11 +256,13 @@ class DramBooks:
 
         Pages of segments that a clear is about to remove do not count: those segments are removed now.
         """
+        manifest = segment.manifest
         if self.leaving:
-            manifest = segment.manifest
             for older in self.index_of(segment).segments_of(manifest.model, manifest.page_keys):
                 if older.segment_id in self.leaving:
                     self.remove(older)
+        fingerprint = manifest.model.fingerprint
+        self.page_filter.add(digest_of(fingerprint, key) for key in manifest.page_keys)
         if not self.index_of(segment).add(segment):
             return False
         segment.is_indexed = True

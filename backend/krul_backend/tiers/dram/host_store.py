@@ -26,6 +26,7 @@ from krul_backend.tiers.common.interface import (
     SegmentSlice,
     StoreStats,
 )
+from krul_backend.tiers.common.page_filter import PageFilter
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram.dram_books import LOCK_PAUSE_S, DramBooks, LockedBooks
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
@@ -81,6 +82,12 @@ class HostStore:
         """Descriptor of the arena's memory file; the store keeps it open until it is closed."""
         with self._locked.open() as books:
             return books.arena.fileno()
+
+    @property
+    def page_filter(self) -> PageFilter:
+        """Has every page that was ever found here."""
+        with self._locked.open() as books:
+            return books.page_filter
 
     def next_id(self) -> int:
         """A number that no segment, lease or reservation of this store has."""

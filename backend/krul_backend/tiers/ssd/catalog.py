@@ -20,8 +20,9 @@ import lmdb
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.eviction import NUM_OLDEST, NUM_SAMPLED, UNKNOWN_PAUSE_S, usual_pause_s, worth
 from krul_backend.tiers.common.interface import Checksums
+from krul_backend.tiers.common.page_filter import digest_of
 from krul_backend.tiers.common.record import SegmentRecord
-from krul_backend.tiers.ssd.index import Entry, SegmentIndex, State, digest_of, file_number_of, place_of
+from krul_backend.tiers.ssd.index import Entry, SegmentIndex, State, file_number_of, place_of
 from krul_backend.tiers.ssd.log_file import LogFile
 
 _MAX_KEPT = 256

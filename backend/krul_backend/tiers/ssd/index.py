@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import lmdb
 import orjson
-import xxhash
 
 from krul_backend.errors import DaemonError
+from krul_backend.tiers.common.page_filter import DIGEST_BYTES, digest_of
 from krul_backend.tiers.common.record import RECORD_ALIGN, SegmentRecord
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.own_files import INDEX_FILES, INDEX_NAME, remove_index
@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 _PLACE, _COUNT, _PAGE = struct.Struct(">Q"), struct.Struct("<I"), struct.Struct(">QI")
 _FIXED = struct.Struct("<QQQQQIIIfd16s16s")
-_DIGEST_BYTES = 16
-_NOTHING = bytes(_DIGEST_BYTES)
+_NOTHING = bytes(DIGEST_BYTES)
 _STATE = b"state"
 _LEAST_MAP_BYTES = 1 << 30
 _MAX_LISTED = 1024
@@ -43,11 +42,6 @@ def file_number_of(place: int) -> int:
 
 def offset_of(place: int) -> int:
     return (place & 0xFFFFFFFF) * RECORD_ALIGN
-
-
-def digest_of(fingerprint: str, page_key: str) -> bytes:
-    """Stands for a page of a model. What is found by it is compared with the record's header."""
-    return xxhash.xxh3_128_digest(f"{fingerprint}/{page_key}".encode())
 
 
 class Entry(NamedTuple):
@@ -94,7 +88,7 @@ class Entry(NamedTuple):
 
     @property
     def digests(self) -> list[bytes]:
-        return [self.pages[at : at + _DIGEST_BYTES] for at in range(0, len(self.pages), _DIGEST_BYTES)]
+        return [self.pages[at : at + DIGEST_BYTES] for at in range(0, len(self.pages), DIGEST_BYTES)]
 
     def encode(self) -> bytes:
         return _FIXED.pack(*self[:-1]) + self.pages
@@ -217,7 +211,7 @@ class SegmentIndex:
         with self._env.begin(self._pages) as txn:
             cursor = txn.cursor()
             for _ in range(num_places):
-                if cursor.set_range(draw.randbytes(_DIGEST_BYTES)):
+                if cursor.set_range(draw.randbytes(DIGEST_BYTES)):
                     found.add(_PAGE.unpack(cursor.value())[0])
         return found
 

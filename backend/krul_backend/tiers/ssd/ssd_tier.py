@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import lmdb
@@ -17,6 +18,7 @@ from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspension, TailRead
+from krul_backend.tiers.common.page_filter import PageFilter
 from krul_backend.tiers.common.page_index import PageRun, missing_runs, num_right_pages
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 from krul_backend.tiers.common.record import RECORD_ALIGN, SegmentRecord, encode_metadata, no_checksums
@@ -65,6 +67,7 @@ class SsdTier(LowerTier):
         max_queued_bytes: size of the segments that may wait to be written; further ones are refused.
         file_bytes: size of a log file; by default a 32nd of the capacity, at least 64 MiB or an eighth of it.
         patience_s: how long to wait for another process to leave the directory.
+        page_filter: gets all pages that lie on the disk; it is not complete before.
 
     Raises:
         ConfigError: the capacity is too small.
@@ -85,6 +88,7 @@ class SsdTier(LowerTier):
         max_queued_bytes: int = 256 * _MIB,
         file_bytes: int | None = None,
         patience_s: float = 0.0,
+        page_filter: PageFilter | None = None,
     ) -> None:
         if file_bytes is None:
             file_bytes = max(capacity_bytes // 32, min(64 * _MIB, capacity_bytes // 8))
@@ -95,6 +99,10 @@ class SsdTier(LowerTier):
             )
         disk = disk if disk is not None else Disk()
         self._capacity_bytes = capacity_bytes
+        self._page_filter = page_filter
+        if page_filter is not None:
+            page_filter.is_complete = False
+            self.notes_pages = True
         self._directory = format_directory(directory)
         self._directory_lock = DirectoryLock(self._directory, patience_s)
         try:
@@ -195,7 +203,20 @@ class SsdTier(LowerTier):
             len(found.files),
             time.monotonic() - started_s,
         )
+        self._note_pages(go_on)
         return True
+
+    def _note_pages(self, go_on: Callable[[], bool]) -> None:
+        """Add what the index has to the filter, which stays incomplete if the index cannot be read."""
+        if self._page_filter is None:
+            return
+        records = self._index.records()
+        with contextlib.suppress(lmdb.Error):
+            while some := [*islice(records, _MAX_ENTERED)]:
+                self._page_filter.add(entry.pages for _, entry in some)
+                if not go_on():
+                    return
+            self._page_filter.is_complete = True
 
     def _scan(self, go_on: Callable[[], bool]) -> Recovered | None:
         """Read what the index does not know; all of it if the index is missing or of other files."""
