@@ -437,6 +437,8 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def init_cache_linker(self, cache_linker: KrulLinker) -> None:
         self.linker = KrulLinkerWrapper(self, cache_linker)
+        # SGLang compiles how it names pages at the first use, which takes seconds: not at the first request.
+        get_storage_hash_str(RadixKey(array("q", [0])), None, page_size=1)
         spans = RequestSpans.if_traced(cache_linker.tp_rank)
         if spans is not None:
             self.linker.spans = spans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -19,8 +20,10 @@ from krul_backend.device import Device
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common import transfer_gate
 from krul_sglang.engine.common.transfer_gate import TransferGate
-from krul_sglang.engine.restore import load_batch
+from krul_sglang.engine.restore import load_batch, loading
+from krul_sglang.engine.restore.block_checks import BlockChecks
 from krul_sglang.engine.restore.load_batch import Forecast, Load, LoadBatch, LoadFailedError
+from krul_sglang.engine.restore.loading import MAX_BYTES_TOGETHER
 from tests.support.engine_builders import (
     PATIENCE_S,
     MeetingPoint,
@@ -63,7 +66,7 @@ def begins_to_wait(batch: LoadBatch, monkeypatch: pytest.MonkeyPatch) -> threadi
 def test_a_layer_that_has_landed_is_not_waited_for() -> None:
     batch = make_batch(patience_s=0.0)
     for _ in range(2):
-        batch.landed(layer_times())
+        batch.landed([layer_times()])
     batch.wait_layer(0)
     batch.wait_layer(1)
     assert sorted(batch.wait_times) == [0, 1]
@@ -78,16 +81,16 @@ def test_a_waiting_forward_goes_on_when_its_layer_lands(monkeypatch: pytest.Monk
     with in_threads() as start:
         waiting = start(lambda: batch.wait_layer(1))
         assert is_waiting.wait(PATIENCE_S)
-        batch.landed(layer_times())
+        batch.landed([layer_times()])
         assert not waiting.done()
-        batch.landed(layer_times())
+        batch.landed([layer_times()])
         waiting.result(PATIENCE_S / 2)
     assert list(batch.wait_times) == [1]
 
 
 def test_the_wait_for_a_layer_is_timed_once() -> None:
     batch = make_batch()
-    batch.landed(layer_times())
+    batch.landed([layer_times()])
     batch.wait_layer(0)
     first = batch.wait_times[0]
     # The getters of keys and of values both ask.
@@ -141,7 +144,7 @@ def planned_load(load_s: float, recompute_s: float, *, is_in_dram: bool) -> Load
 
 def land_at(batch: LoadBatch, clock: SetTime, *seconds: float) -> None:
     for clock.now_s in seconds:
-        batch.landed(layer_times())
+        batch.landed([layer_times()])
 
 
 def test_given_patience_counts_from_the_plan_and_from_each_layer_that_lands(clock: SetTime) -> None:
@@ -245,7 +248,7 @@ class Rank:
 
     def land(self, num_layers: int) -> None:
         for _ in range(num_layers):
-            self.batch.landed(layer_times())
+            self.batch.landed([layer_times()])
 
     def forward(self) -> str | None:
         """What the forward failed with."""
@@ -372,11 +375,11 @@ def test_a_forward_that_shares_its_cores_with_the_load_waits_once_for_all_of_it(
         assert is_waiting.wait(PATIENCE_S)
         is_waiting.clear()
         for _ in range(NUM_LAYERS - 1):
-            batch.landed(layer_times())
+            batch.landed([layer_times()])
         # Not even woken: it would wait again.
         assert not is_waiting.wait(SHORT_S)
         assert not waiting.done()
-        batch.landed(layer_times())
+        batch.landed([layer_times()])
         waiting.result(PATIENCE_S / 2)
     batch.wait_layer(NUM_LAYERS - 1)
 
@@ -453,7 +456,7 @@ def test_a_batch_that_was_given_up_is_not_waited_for() -> None:
 def test_the_end_is_waited_for_and_told(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch()
     is_waiting = begins_to_wait(batch, monkeypatch)
-    reports: list[Callable[[], None]] = [lambda: batch.landed(layer_times())] * NUM_LAYERS
+    reports: list[Callable[[], None]] = [lambda: batch.landed([layer_times()])] * NUM_LAYERS
     if ending == "failed":
         reports.append(lambda: batch.fail(OSError("no")))
     with in_threads() as start:
@@ -505,7 +508,7 @@ def test_what_follows_a_batch_that_is_given_up_waits_for_all_that_is_queued(stri
     with strict.on_stream(loading):
         with batch.writing():
             strict.upload(host)
-            batch.landed(layer_times())
+            batch.landed([layer_times()])
         with suppress(OSError), batch.writing():
             strict.upload(host)
             raise OSError("half-way")
@@ -533,7 +536,17 @@ def test_loads_wait_for_what_the_engine_still_does_with_their_slots(
     assert strict.module.pageable_copies == 0
 
 
-def test_each_layer_waits_for_its_own_load_and_no_later_one(strict: StrictDevice, strict_rig: Rig) -> None:
+@pytest.mark.parametrize(("bytes_together", "num_copied"), [(0, [1, 2, 3]), (MAX_BYTES_TOGETHER, [1, 3, 3])])
+def test_layers_wait_for_their_own_load_and_what_is_copied_with_it(
+    strict: StrictDevice,
+    strict_rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    bytes_together: int,
+    num_copied: list[int],
+) -> None:
+    """Only small layers, which have been checked, are copied together, and never with the first one."""
+    monkeypatch.setattr(loading, "MAX_BYTES_TOGETHER", bytes_together)
+    monkeypatch.setattr(BlockChecks, "are_done", lambda checks, blocks: checks.wait(blocks) is None)
     forward = strict.new_stream()
     index = strict_rig.start(FIRST_SLOTS)
     with strict.on_stream(forward):
@@ -542,17 +555,27 @@ def test_each_layer_waits_for_its_own_load_and_no_later_one(strict: StrictDevice
             strict_rig.batch(index).wait_layer(layer)
     assert strict_rig.loader.finish(index)
     events = events_waited_for(strict, forward)
-    loading = strict_rig.loader._stream
+    load_stream = strict_rig.loader._stream
     arena = strict_rig.store.host.buffer
     of_arena = range(arena.ctypes.data, arena.ctypes.data + arena.nbytes)
     uploads_before: dict[StrictEvent | None, int] = {}
     num_uploads = 0
     for entry in strict.module.log:
-        if entry.stream is loading:
+        if entry.stream is load_stream:
             num_uploads += entry.kind == "upload" and entry.host.start in of_arena
             uploads_before[entry.event] = num_uploads
-    # One block for each layer, and its event behind it.
-    assert [uploads_before[event] for event in events] == [1, 2, 3]
+    # One block for each layer, and behind those that are copied together their event.
+    assert [uploads_before[event] for event in events] == num_copied
+
+
+def test_threads_hand_the_gil_over_sooner_while_a_load_runs(strict_rig: Rig) -> None:
+    before_s, during_s = sys.getswitchinterval(), list[float]()
+    strict_rig.before_layer = lambda index, layer: during_s.append(sys.getswitchinterval())
+    for _ in range(2):
+        assert strict_rig.loader.finish(strict_rig.start(FIRST_SLOTS))
+    assert during_s == [pytest.approx(loading.SWITCH_INTERVAL_S)] * 2 * NUM_LAYERS
+    strict_rig.loader.discard_all()
+    assert sys.getswitchinterval() == pytest.approx(before_s)
 
 
 @pytest.fixture

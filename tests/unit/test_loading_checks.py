@@ -27,6 +27,7 @@ from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support.engine_builders import PATIENCE_S, make_load
 from tests.support.fake_tier import FakeTier
 from tests.support.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, SHAPE, Rig, is_equal
+from tests.support.store_builders import wait_until
 from tests.support.strict_device import DEVICES, make_device
 
 SLOTS = torch.arange(NUM_TOKENS)
@@ -168,7 +169,8 @@ def test_what_lies_in_a_lower_tier_is_fetched_and_loaded(sunk: SunkRig) -> None:
     assert sunk.loader.finish(start(sunk, load))
     assert all(sunk.holds(layer, SLOTS) for layer in range(NUM_LAYERS))
     assert (sunk.num_leases(), sunk.loader.counters.tokens) == (0, NUM_TOKENS)
-    # From now on it is in DRAM, too.
+    # The thread that fetched it may still be about to say so: from then on it is in DRAM, too.
+    wait_until(lambda: sunk.store.stats().fetched_segments == 1)
     again = sunk.load(SLOTS + 30)
     assert [part.source.tier for part in again.readers] == [DRAM_TIER]
     assert sunk.loader.finish(start(sunk, again))

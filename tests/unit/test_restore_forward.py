@@ -173,7 +173,7 @@ class Rig:
 
     def land(self, num_layers: int = NUM_LAYERS) -> None:
         for _ in range(num_layers):
-            self.batch.landed(layer_times())
+            self.batch.landed([layer_times()])
 
     def forward(self) -> str:
         self.log.append("forward")

@@ -62,7 +62,7 @@ def ended_restore() -> RestoreTrace:
     mark_heads(trace, clock, begin_s=0.0, num_layers=2)
     mark_heads(trace, clock, begin_s=0.2, num_layers=1)
     for layer in range(NUM_LAYERS):
-        batch.landed(LayerTimes(clock.at(0.5 * layer), clock.at(0.5 * layer + 0.5)))
+        batch.landed([LayerTimes(clock.at(0.5 * layer), clock.at(0.5 * layer + 0.5))])
     for layer, (begin_s, end_s) in enumerate([(0.3, 0.5), (0.6, 1.0), (1.5, 1.5)]):
         batch.wait_times[layer] = LayerTimes(clock.at(begin_s), clock.at(end_s))
     trace.end = clock.at(1.7)
@@ -100,7 +100,7 @@ def test_a_load_that_was_given_up_shows_the_heads_before_it(num_landed: int) -> 
     batch = make_batch(clock)
     trace = RestoreTrace(batch, is_mixed=False)
     for layer in range(num_landed):
-        batch.landed(LayerTimes(clock.at(0.0), clock.at(0.5)))
+        batch.landed([LayerTimes(clock.at(0.0), clock.at(0.5))])
         batch.wait_times[layer] = LayerTimes(clock.at(0.3), clock.at(0.5))
     mark_heads(trace, clock, begin_s=1.0, num_layers=2)
     batch.abandon(is_refilled=True)

@@ -17,18 +17,18 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 49_570),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_020),
+    "product": (PRODUCT, 50_060),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_200),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_190,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        16_410,
+        16_650,
     ),
     "benchmarks": (("benchmarks",), 10_460),
-    "tests": (("tests",), 62_940),
+    "tests": (("tests",), 63_600),
     "tests/support": (("tests/support",), 6_110),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

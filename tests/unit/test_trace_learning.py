@@ -76,8 +76,8 @@ def make_trace(*forecasts: Forecast, has_heads: bool = True, end_s: float | None
     if has_heads:
         for layer in (0, 1, NUM_LAYERS):
             trace.mark_head_layer(layer)
-    batch.landed(layer_times(0.0, 2.0))
-    batch.landed(layer_times(2.0, 5.0))
+    batch.landed([layer_times(0.0, 2.0)])
+    batch.landed([layer_times(2.0, 5.0)])
     batch.wait_times.update({0: layer_times(4.0, 4.5), 1: layer_times(5.5, 6.0)})
     trace.end = lambda: end_s
     return trace

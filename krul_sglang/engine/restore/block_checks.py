@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
 
 from krul_backend.device import Device
 from krul_backend.errors import KrulError
-from krul_backend.tiers.common.interface import SegmentSlice
+from krul_backend.tiers.common.interface import SegmentSlice, checked_tail
+from krul_backend.tiers.common.range_hashes import ComparedRanges, wait_a_moment
 
 
 class LayerBlock(NamedTuple):
@@ -23,10 +31,13 @@ class LayerBlock(NamedTuple):
         return self.source.segment_id, self.layer, self.num_bytes
 
 
-_NUM_THREADS = 4
-_LAYERS_AHEAD = 8
-"""Layers that bring new blocks. Enough to keep the checking threads busy, and few enough that the first copy
-does not wait while thousands of blocks are announced."""
+_NUM_THREADS = 8
+_NUM_WAITING = 4
+"""Threads of each batch for what comes from lower tiers."""
+_FIRST_LAYERS, _LAYERS_AHEAD = 2, 8
+"""Layers that bring new blocks: those that are announced first, and how many more whenever fewer are ahead.
+Enough to keep the checking threads busy, and few enough that the first copy does not wait while thousands of
+blocks are announced."""
 
 
 class DamagedBlockError(KrulError):
@@ -37,14 +48,42 @@ class DamagedBlockError(KrulError):
         self.segment_id = segment_id
 
 
+@dataclass(frozen=True, eq=False)
+class _Checks:
+    """Checks that were started together, on one thread or several, of steps that are numbered through: blocks
+    or ranges. Each step begins after those before it."""
+
+    futures: Sequence[Future[None]]
+    is_right: NDArray[np.bool_]
+    stop: Callable[[], object] = lambda: None
+
+    def have_ended(self, end: int) -> bool:
+        """Say whether all steps before ``end`` were right, or no more is checked."""
+        return bool(self.is_right[:end].all()) or all(future.done() for future in self.futures)
+
+    def wait(self, end: int) -> None:
+        """Wait for all steps before ``end``. Raises what ended the checks before."""
+        while not self.have_ended(end):
+            wait_a_moment(self.is_right, end)
+        if not self.is_right[:end].all():
+            for future in self.futures:
+                future.result()
+            raise CancelledError
+
+    def cancel(self) -> None:
+        self.stop()
+        for future in self.futures:
+            future.cancel()
+
+
 class BlockChecks:
     """Checks the blocks of one batch of loads in the order in which they are announced.
 
-    On a GPU threads of its own check them: together they are faster than most buses, and hold no GIL, so that
-    copies seldom wait for it. On a CPU the thread that announces does it at once, since all compete for the
-    cores. A block that is still on its way to DRAM is waited for until ``deadline_s()`` on
-    ``time.monotonic``, which may move meanwhile. A wrong block is reported with
-    ``report_damage(segment_id)``.
+    On a GPU threads check each block together: so they are faster than most buses, and hold no GIL, so that
+    copies seldom wait for it. On a CPU the thread that starts checks does them at once, since all compete for
+    the cores. A block that is still on its way to DRAM is waited for until ``deadline_s()`` on
+    ``time.monotonic``, which may move meanwhile, and then checked by one thread. A segment with a wrong block
+    is reported once with ``report_damage(segment_id)``.
     """
 
     def __init__(
@@ -52,41 +91,76 @@ class BlockChecks:
     ) -> None:
         self._deadline_s = deadline_s
         self._report_damage = report_damage
-        self._checks: dict[tuple[int, int, int], Future[None]] = {}
+        self._announced: dict[tuple[int, int, int], LayerBlock] = {}
+        self._checks: dict[tuple[int, int, int], tuple[_Checks, int]] = {}
+        self._reported, self._reporting = set[int](), Lock()
         self._is_closed = False
         self._workers: Executor
         if device.shares_cores:
-            self._workers, self.num_layers_ahead = _CallingThread(), 0
+            self._num_threads, self._workers = 0, _CallingThread()
         else:
-            self._workers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="krul-check")
-            self.num_layers_ahead = _LAYERS_AHEAD
+            # The forward and its copies need cores, too.
+            self._num_threads = min(_NUM_THREADS, max(2, len(os.sched_getaffinity(0)) // 2))
+            self._workers = ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="krul-arrivals")
+
+    def num_layers_ahead(self, num_announced: int) -> int:
+        """How many layers that bring new blocks should be announced, if ``num_announced`` that are not loaded
+        yet have been."""
+        if not self._num_threads:
+            return 0
+        if not self._checks:
+            return _FIRST_LAYERS
+        return num_announced + (_LAYERS_AHEAD if num_announced < _LAYERS_AHEAD else 0)
 
     def announce(self, blocks: Iterable[LayerBlock]) -> bool:
-        """Start to check blocks one after another, without those for which that was started before. Returns
+        """Have blocks checked after the next ``start``, without those that were announced before. Returns
         whether there are any."""
-        fresh = {block.key: block for block in blocks if block.key not in self._checks}
-        if fresh:
-            check = self._workers.submit(self._check, list(fresh.values()))
-            self._checks.update(dict.fromkeys(fresh, check))
-        return bool(fresh)
+        num_before = len(self._announced)
+        self._announced.update((block.key, block) for block in blocks if block.key not in self._checks)
+        return len(self._announced) > num_before
+
+    def start(self) -> None:
+        """Start to check what has been announced."""
+        here, coming = list[LayerBlock](), dict[int, list[LayerBlock]]()
+        for block in self._announced.values():
+            is_here = self._num_threads and block.source.status is None
+            (here if is_here else coming.setdefault(block.layer, [])).append(block)
+        self._announced = {}
+        if here:
+            tails = [
+                checked_tail(source.blocks[layer], source.checksums[layer], size, source.header.range_bytes)
+                for source, layer, size in here
+            ]
+            ranges, threads = ComparedRanges(tails), _comparing_threads(self._num_threads)
+            num_tasks = min(self._num_threads, len(ranges.is_right))
+            futures = [threads.submit(self._compare, ranges, here) for _ in range(num_tasks)]
+            self._add(here, _Checks(futures, ranges.is_right, ranges.stop), ranges.ends.tolist())
+        for blocks in coming.values():
+            is_right = np.zeros(len(blocks), np.bool_)
+            futures = [self._workers.submit(self._check, blocks, is_right)]
+            self._add(blocks, _Checks(futures, is_right), range(1, len(blocks) + 1))
 
     def wait(self, blocks: Iterable[LayerBlock]) -> None:
         """Block until announced blocks are in DRAM and their checksums are right.
 
         Raises:
-            DamagedBlockError: one of them, or of those announced with it, is not what was committed.
+            DamagedBlockError: one of them, or of those started with it and announced before, is not what was
+                committed.
             TierReadError: the same for one that did not arrive from its tier.
         """
-        for check in dict.fromkeys([self._checks[block.key] for block in blocks]):
-            check.result()
+        ends = dict[_Checks, int]()
+        for checks, end in map(self._checks_of, blocks):
+            ends[checks] = max(end, ends.get(checks, 0))
+        for checks, end in ends.items():
+            checks.wait(end)
 
     def are_done(self, blocks: Iterable[LayerBlock]) -> bool:
         """Say whether all checks of these announced blocks have ended, well or not."""
-        return all(self._checks[block.key].done() for block in blocks)
+        return all(checks.have_ended(end) for checks, end in map(self._checks_of, blocks))
 
     def are_near(self, blocks: Iterable[LayerBlock]) -> bool:
         """Say whether no announced block of these has to come from a lower tier: they are checked soon."""
-        return all(block.source.status is None or self._checks[block.key].done() for block in blocks)
+        return self.are_done(block for block in blocks if block.source.status is not None)
 
     def close(self) -> None:
         """Start no more checks, and report no damage.
@@ -95,16 +169,42 @@ class BlockChecks:
         another segment.
         """
         self._is_closed = True
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown(wait=False)
+        for checks in {checks for checks, _ in self._checks.values()}:
+            checks.cancel()
 
-    def _check(self, blocks: Sequence[LayerBlock]) -> None:
-        for source, layer, num_bytes in blocks:
-            if source.status is not None:
-                source.status.wait_until(layer, self._deadline_s)
-            if not source.is_right(layer, num_bytes):
-                if not self._is_closed:
-                    self._report_damage(source.segment_id)
-                raise DamagedBlockError(source.segment_id, layer, source.tier)
+    def _add(self, blocks: Sequence[LayerBlock], checks: _Checks, ends: Iterable[int]) -> None:
+        self._checks.update((block.key, (checks, end)) for block, end in zip(blocks, ends, strict=True))
+
+    def _checks_of(self, block: LayerBlock) -> tuple[_Checks, int]:
+        return self._checks[block.key]
+
+    def _compare(self, ranges: ComparedRanges, blocks: Sequence[LayerBlock]) -> None:
+        wrong = ranges.compare()
+        if wrong is not None:
+            self._refuse(blocks[wrong])
+
+    def _check(self, blocks: Sequence[LayerBlock], is_right: NDArray[np.bool_]) -> None:
+        for number, block in enumerate(blocks):
+            if block.source.status is not None:
+                block.source.status.wait_until(block.layer, self._deadline_s)
+            if not block.source.is_right(block.layer, block.num_bytes):
+                self._refuse(block)
+            is_right[number] = True
+
+    def _refuse(self, block: LayerBlock) -> NoReturn:
+        segment_id = block.source.segment_id
+        with self._reporting:
+            if segment_id not in self._reported and not self._is_closed:
+                self._reported.add(segment_id)
+                self._report_damage(segment_id)
+        raise DamagedBlockError(segment_id, block.layer, block.source.tier)
+
+
+@cache
+def _comparing_threads(num_threads: int) -> ThreadPoolExecutor:
+    """Those that all batches share. They stay, since a thread starts only when it gets the GIL."""
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="krul-check")
 
 
 class _CallingThread(Executor):

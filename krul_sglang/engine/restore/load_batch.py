@@ -107,6 +107,11 @@ class Load:
         """Seconds after which its forward should end."""
         return self.plan.end_s + self.forecast.overhead_s
 
+    @property
+    def is_moved(self) -> bool:
+        """Whether keys come from other positions, and are rotated to theirs."""
+        return self.moved is not None and self.moved.shift != 0
+
     def begin(self) -> None:
         """Say to the readers what they read, and where it goes."""
         for reader in self.readers:
@@ -204,12 +209,12 @@ class LoadBatch:
         if begin is not None:
             self.decode_times.append(LayerTimes(begin, self.clock.mark()))
 
-    def landed(self, times: LayerTimes) -> None:
-        """The next layer is in the pool, or, on a GPU, its copies are queued on the current stream."""
+    def landed(self, times: Sequence[LayerTimes]) -> None:
+        """The next layers are in the pool, or, on a GPU, their copies are queued on the current stream."""
         event = self._device.record()
         with self._changed:
-            self.load_times.append(times)
-            self._landed.append(event)
+            self.load_times += times
+            self._landed += [event] * len(times)
             self._progress_s = time.monotonic()
             # To wake the forward in vain would take the lock of all Python threads from the loader.
             if not self.lands_whole or len(self._landed) == self.num_layers:

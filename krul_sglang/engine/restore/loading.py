@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -32,6 +34,11 @@ logger = logging.getLogger(__name__)
 
 MAX_STAGED_BYTES = 128 << 20
 """Of tails that are copied to the device while the forward before them runs."""
+SWITCH_INTERVAL_S = 1e-4
+"""While a load runs beside a GPU's forward, a thread that waits for the GIL gets it after this time. After
+Python's 5 ms a bus would have copied 250 MB: the forward's thread seldom gives it back by itself."""
+MAX_BYTES_TOGETHER = 32 << 20
+"""Of layers that land at once: half a millisecond on a bus of 64 GB/s, for which a forward may wait."""
 
 
 @dataclass
@@ -128,6 +135,8 @@ class LayerWiseLoader:
         self._drafts = drafts
         self._states = states
         self._running: dict[int, Future[None]] = {}
+        self._num_running, self._counting = 0, threading.Lock()
+        self._switch_interval_s = sys.getswitchinterval()
         self._next_index = 0
         self._device = pool.streams
         self._num_cores = torch.get_num_threads()
@@ -154,6 +163,7 @@ class LayerWiseLoader:
             agreement=self._agreement,
         )
         self.counter.batches[index] = batch
+        self._note_running(1)
         self._running[index] = self._worker.submit(self._run, index, batch, ready)
         return index
 
@@ -232,6 +242,16 @@ class LayerWiseLoader:
             batch.end()
             for load in loads:
                 self._store.release(load.lease)
+            self._note_running(-1)
+
+    def _note_running(self, change: int) -> None:
+        """So many more loads run. While any does, threads hand the GIL over sooner, unless they share cores
+        with the forward."""
+        with self._counting:
+            self._num_running += change
+            if not self._device.shares_cores:
+                quick_s = min(SWITCH_INTERVAL_S, self._switch_interval_s)
+                sys.setswitchinterval(quick_s if self._num_running else self._switch_interval_s)
 
     def _load(self, index: int, batch: LoadBatch, ready: Sequence[Any]) -> None:
         """Copy all layers of a batch, until it is abandoned."""
@@ -294,43 +314,55 @@ class LayerWiseLoader:
         self,
         batch: LoadBatch,
         readers: Sequence[SegmentReader],
-        landed: Callable[[LayerTimes], None],
+        landed: Callable[[Sequence[LayerTimes]], None],
         before_layer: Callable[[int], None] = lambda layer: None,
         free: Sequence[Any] = (),
         pool: DevicePool | None = None,
     ) -> bool:
-        """Copy all layers of these segments, and say of each layer when it has ``landed``; False if the batch
+        """Copy all layers of these segments, and say of layers when they have ``landed``; False if the batch
         was abandoned. The slots may be written after the events ``free``. ``pool``: the target's, that of its
         drafts, or that of its states."""
         pool = self._pool if pool is None else pool
         checks = BlockChecks(self._device, batch.deadline_s, self._store.report_damage)
         tails, groups = TailGroups(readers, self._device), deque[list[TailGroup]]()
-        num_announced, brings_blocks = 0, deque[bool]()
+        layer, num_layers, num_announced, brings_blocks = 0, pool.num_layers, 0, deque[bool]()
+        is_moved = pool is self._pool and any(load.is_moved for load in batch.loads.values())
+
+        def announce() -> None:
+            """On a CPU this waits for the layer's blocks, and checks them: that is part of their load."""
+            nonlocal num_announced
+            num_ahead = checks.num_layers_ahead(sum(brings_blocks))
+            while num_announced <= layer or (num_announced < num_layers and sum(brings_blocks) < num_ahead):
+                groups.append(tails.of_layer(num_announced))
+                blocks = [block for group in groups[-1] for block in group.blocks]
+                brings_blocks.append(checks.announce(blocks))
+                num_announced += 1
+            checks.start()
+
         # Closed before a failure is reported: recomputing may need the memory.
         with closing(checks), closing(tails):
-            for layer in range(pool.num_layers):
-                # On a CPU announcing a block waits for it, and checks it: that is part of its load.
-                begin = batch.clock.mark()
-                while num_announced <= layer or (
-                    num_announced < pool.num_layers and sum(brings_blocks) < checks.num_layers_ahead
-                ):
-                    groups.append(tails.of_layer(num_announced))
-                    blocks = [block for group in groups[-1] for block in group.blocks]
-                    brings_blocks.append(checks.announce(blocks))
-                    num_announced += 1
-                before_layer(layer)
-                if layer == 0:
-                    if not all(event.query() for event in free):
-                        self._stage(batch, [*chain.from_iterable(groups)], readers, checks)
-                    for event in free:
-                        self._device.wait_for(event)
-                brings_blocks.popleft()
-                of_layer, later = groups.popleft(), [*chain.from_iterable(groups)]
-                if not self._load_layer(batch, of_layer, later, readers, checks, pool):
-                    return False
-                if pool is self._pool and not self._rotate_keys(batch, layer):
-                    return False
-                if layer == pool.num_layers - 1:
+            while layer < num_layers:
+                marks = [batch.clock.mark()]
+                announce()
+                # The forward begins as soon as the first one is there.
+                num_together = 1 if is_moved or not layer else self._num_together(groups, checks)
+                for number in range(layer, layer + num_together):
+                    before_layer(number)
+                    if number == 0:
+                        if not all(event.query() for event in free):
+                            announce()
+                            self._stage(batch, [*chain.from_iterable(groups)], readers, checks)
+                        for event in free:
+                            self._device.wait_for(event)
+                    brings_blocks.popleft()
+                    of_layer, later = groups.popleft(), [*chain.from_iterable(groups)]
+                    if not self._load_layer(batch, of_layer, later, readers, checks, pool):
+                        return False
+                    if is_moved and not self._rotate_keys(batch, number):
+                        return False
+                    marks.append(batch.clock.mark())
+                layer += num_together
+                if layer == num_layers:
                     # The check waits for what was decoded, and that for the forward before.
                     with batch.standing_still():
                         for event in free if tails.has_decoded else ():
@@ -340,8 +372,20 @@ class LayerWiseLoader:
                 with batch.writing() as is_wanted:
                     if not is_wanted:
                         return False
-                    landed(LayerTimes(begin, batch.clock.mark()))
+                    landed([LayerTimes(*of_layer) for of_layer in pairwise(marks)])
         return True
+
+    def _num_together(self, groups: Sequence[Sequence[TailGroup]], checks: BlockChecks) -> int:
+        """How many of the next layers land at once: on a GPU those that are only copied, and have been
+        checked. The forward's thread then seldom waits for this one to give the GIL back."""
+        num_bytes = 0
+        for number, of_layer in enumerate(() if self._device.shares_cores or self._link else groups):
+            blocks = [block for group in of_layer for block in group.blocks]
+            num_bytes += sum(block.num_bytes for block in blocks)
+            is_copied = not any(group.is_decoded or group.decodes_early for group in of_layer)
+            if not is_copied or num_bytes > MAX_BYTES_TOGETHER or not checks.are_done(blocks):
+                return max(1, number)
+        return max(1, len(groups))
 
     def _salvage(self, batch: LoadBatch, error: Exception) -> dict[str, int]:
         """Load the segments before those that have not come; returns how many tokens of each request they
@@ -431,7 +475,7 @@ class LayerWiseLoader:
     def _rotate_keys(self, batch: LoadBatch, layer: int) -> bool:
         """Rotate keys that were stored at other positions; False if given up."""
         for load in batch.loads.values():
-            if load.moved is not None and load.moved.shift:
+            if load.moved is not None and load.is_moved:
                 with batch.writing() as is_wanted:
                     if not is_wanted:
                         return False

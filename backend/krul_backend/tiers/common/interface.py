@@ -19,7 +19,7 @@ from krul_backend.segment import (
     range_bytes_for,
     tail_num_bytes,
 )
-from krul_backend.tiers.common.range_hashes import hash_ranges
+from krul_backend.tiers.common.range_hashes import CheckedTail, hash_ranges
 
 PENDING, LANDED, FAILED = 0, 1, 2
 
@@ -434,12 +434,18 @@ def checksums_of(trimmed: SegmentManifest, checksums: Checksums) -> Checksums:
     )
 
 
+def checked_tail(block: Block, checksum: bytes, num_bytes: int, range_bytes: int) -> CheckedTail:
+    """The last ranges of a block that have its last ``num_bytes``, and their checksums."""
+    num_bytes = tail_num_bytes(block.nbytes, num_bytes, range_bytes)
+    wanted = checksum_of_tail(checksum, num_bytes, range_bytes)
+    return block[block.nbytes - num_bytes :], wanted, range_bytes
+
+
 def tail_is_right(block: Block, checksum: bytes, num_bytes: int, range_bytes: int) -> bool:
     """Compare the last ``num_bytes`` of a block, and all of the ranges that hold them, with ``checksum``;
     returns whether they are what was committed."""
-    num_bytes = tail_num_bytes(block.nbytes, num_bytes, range_bytes)
-    wanted = checksum_of_tail(checksum, num_bytes, range_bytes)
-    return block_checksum(block[block.nbytes - num_bytes :], range_bytes) == wanted
+    tail, wanted, _ = checked_tail(block, checksum, num_bytes, range_bytes)
+    return block_checksum(tail, range_bytes) == wanted
 
 
 def checked_checksums(

@@ -1,9 +1,11 @@
-"""Hashes the ranges of a block one after another, in an engine without the GIL in between."""
+"""Hashes the ranges of blocks one after another, in an engine without the GIL in between."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +18,12 @@ from krul_backend.segment import num_ranges
 logger = logging.getLogger(__name__)
 
 _compiled: Callable[..., None] | None = None
+
+_BYTES_AT_ONCE = 128 << 10
+"""Of ranges that a thread takes at once. With fewer, threads often take the same ones."""
+
+CheckedTail = tuple[NDArray[np.uint8], bytes, int]
+"""The last ranges of a block, their checksums (XXH3, big endian), and how long ranges are."""
 
 
 def hash_ranges(block: NDArray[np.uint8], range_bytes: int) -> NDArray[np.uint64]:
@@ -32,17 +40,97 @@ def hash_ranges(block: NDArray[np.uint8], range_bytes: int) -> NDArray[np.uint64
     return hashes
 
 
+class ComparedRanges:
+    """Compares the ends of blocks with their checksums, range after range, on any number of threads.
+
+    The ranges of all blocks are numbered through: those of block ``b`` end before ``ends[b]``.
+    ``is_right[number]`` becomes true once a range was found right.
+    """
+
+    def __init__(self, tails: Sequence[CheckedTail]) -> None:
+        self._blocks, checksums, range_bytes = zip(*tails, strict=True)
+        counts = [num_ranges(block.nbytes, size) for block, _, size in tails]
+        self.ends = np.cumsum(counts)
+        of_block = np.repeat(np.arange(len(tails)), counts)
+        firsts = np.array([block.__array_interface__["data"][0] for block in self._blocks])[of_block]
+        lasts = firsts + np.array([block.nbytes for block in self._blocks])[of_block]
+        sizes = np.array(range_bytes)[of_block]
+        stops = lasts - (self.ends[of_block] - np.arange(len(of_block)) - 1) * sizes
+        self._starts = np.maximum(firsts, stops - sizes)
+        self._sizes = stops - self._starts
+        # What lacks checksums is wrong.
+        wanted = [checksum.rjust(8 * count, b"\0") for checksum, count in zip(checksums, counts, strict=True)]
+        self._wanted = np.frombuffer(b"".join(wanted), ">u8").astype(np.uint64)
+        self.is_right = np.zeros(len(of_block), np.bool_)
+        self._next = np.zeros(1, np.int64)
+        self._num_at_once = 1 + _BYTES_AT_ONCE * len(of_block) // (1 + int(self._sizes.sum()))
+
+    def compare(self) -> int | None:
+        """Take part until no range is left, or one is wrong, after which no thread begins another. Returns
+        the number of its block."""
+        ranges = self._starts, self._sizes, self._wanted
+        number = _find_wrong(*ranges, self.is_right, self._next, self._num_at_once)
+        return None if number == len(self._wanted) else int(np.searchsorted(self.ends, number, "right"))
+
+    def stop(self) -> None:
+        """Let no thread take more ranges, unless it is just about to."""
+        self._next[0] = len(self._wanted)
+
+
+def wait_a_moment(is_right: NDArray[np.bool_], end: int) -> None:
+    """Wait until all before ``end`` are right, for about a millisecond at most."""
+    _wait(is_right, end)
+
+
+def _loops(xxh3: Callable[..., Any], sleep_us: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """What runs without the GIL once it is compiled: to find a wrong range, and to wait."""
+
+    # Several threads may take the same ranges, or ones that were compared since. None is left out: a thread
+    # that writes where the next begin has read where its own do, and takes those between.
+    def find_wrong(
+        starts: Any, sizes: Any, wanted: Any, is_right: Any, following: Any, num_at_once: Any
+    ) -> Any:
+        begin = following[0]
+        while begin < len(wanted):
+            end = min(begin + num_at_once, len(wanted))
+            following[0] = end
+            for number in range(begin, end):
+                if not is_right[number]:
+                    if xxh3(starts[number], sizes[number]) != wanted[number]:
+                        following[0] = len(wanted)
+                        return number
+                    is_right[number] = True
+            begin = following[0]
+        return len(wanted)
+
+    def wait(is_right: Any, end: Any) -> None:
+        number = 0
+        for _ in range(20):
+            while number < end and is_right[number]:
+                number += 1
+            if number == end:
+                break
+            sleep_us(20)
+
+    return find_wrong, wait
+
+
+def _xxh3_at(address: int, num_bytes: int) -> int:
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * int(num_bytes)).from_address(int(address)))
+
+
+_find_wrong, _wait = _loops(_xxh3_at, lambda us: time.sleep(us * 1e-6))
+
+
 def compile_hashes() -> None:
-    """Have ``hash_ranges`` call the function of the package ``xxhash`` in a compiled loop from now on.
+    """Have ranges hashed by the function of the package ``xxhash`` in compiled loops from now on.
 
     Called from Python, it gives the GIL back for each range, and waits up to 5 ms to get it again while
     another thread computes. The daemon has no such thread, and does without a compiler.
     """
-    global _compiled
+    global _compiled, _find_wrong, _wait
     from llvmlite import binding
-    from numba import types
-
-    from krul_backend.machine_code import compiled
+    from numba import njit, types
 
     module = find_spec("xxhash._xxhash")
     if module is not None and module.origin is not None:
@@ -52,7 +140,10 @@ def compile_hashes() -> None:
         return
     xxh3 = types.ExternalFunction("XXH3_64bits", types.uint64(types.uintp, types.uintp))
 
-    @compiled
+    # Not kept on disk: code with the address of a function is compiled again by the next process.
+    compiled = njit(nogil=True, error_model="numpy")
+
+    @compiled  # type: ignore[untyped-decorator]
     def hash_all(address: Any, first_bytes: Any, range_bytes: Any, hashes: Any) -> None:
         num_bytes = first_bytes
         for number in range(len(hashes)):
@@ -61,4 +152,9 @@ def compile_hashes() -> None:
             num_bytes = range_bytes
 
     _compiled = hash_all
-    hash_ranges(np.zeros(1, np.uint8), 1)
+    usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+    _find_wrong, _wait = map(compiled, _loops(xxh3, usleep))
+    block = np.zeros(1, np.uint8)
+    ranges = ComparedRanges([(block, hash_ranges(block, 1).astype(">u8").tobytes(), 1)])
+    ranges.compare()
+    wait_a_moment(ranges.is_right, 1)
