@@ -216,6 +216,8 @@ class Soak:
 
     def _update_weights(self, rng: random.Random) -> None:
         with self._nobody_asks():
+            # An aborted request is answered before it has left the batch; when this one is, it has.
+            self._server.post_json("/generate", request_payload([300], max_new_tokens=2))
             weights = (self._weights + 1) % len(self._models)
             self._server.post_json(
                 "/update_weights_from_disk", {"model_path": str(self._models[weights])}, timeout_s=120

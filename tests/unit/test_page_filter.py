@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -32,6 +33,16 @@ def on_disk(directory: Path, num_segments_in_dram: int = 4) -> TieredStore:
         directory, capacity_bytes=CAPACITY_BYTES, file_bytes=FILE_BYTES, page_filter=host.page_filter
     )
     return TieredStore(host, [tier])
+
+
+def has_room(store: TieredStore, *, is_fast_copy: bool) -> bool:
+    """Whether DRAM has room for a segment; what it has may all wait for the disk."""
+    reservation = store.reserve(SIZES, is_fast_copy=is_fast_copy)
+    if reservation is None:
+        store.flush(10)
+        return False
+    store.abort(reservation)
+    return True
 
 
 def is_found(store: TieredStore, key: str) -> bool:
@@ -84,6 +95,7 @@ def test_what_can_be_found_is_never_denied(tmp_path: Path, seed: int) -> None:
         end = num_pages[conversation]
         if step < 0.7 and end < 20:
             num_pages[conversation] = end + draw.randint(1, 4)
+            wait_until(partial(has_room, store, is_fast_copy=step < 0.1))
             put(store, conversation, end, num_pages[conversation], SIZES, is_fast_copy=step < 0.1)
         elif step < 0.9:
             lease = lease_pages(store, conversation, 0, max(end, 1))

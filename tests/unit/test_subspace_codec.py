@@ -72,10 +72,11 @@ def test_what_comes_back_is_within_the_step_of_each_token(data: st.DataObject) -
             # Those are stored as they are.
             assert torch.equal(kv.k[:num_first_tokens], true.k[:num_first_tokens])
             assert torch.equal(kv.v[:num_first_tokens], true.v[:num_first_tokens])
-        # All tokens are worth the same. What the pool's dtype rounds off comes on top, twice: rotary
-        # embedding turns and rounds keys again.
+        # All tokens are worth the same. What is rounded off comes on top, twice: rotary embedding turns and
+        # rounds keys again. Pools of any dtype are multiplied in bf16: where coefficients are thousands of
+        # steps, as of random KV at a low limit, that is more than a tenth of one.
         decoded_vectors = group_vectors(decoded).abs().double()
-        rounded = 2 * torch.finfo(dtype).eps * (decoded_vectors + 1) @ basis.encoder.abs().double()
+        rounded = 2 * torch.finfo(torch.bfloat16).eps * (decoded_vectors + 1) @ basis.encoder.abs().double()
         bound = LARGEST_ERROR * case.encoded.params["step"] + 2 * rounded + 1e-5
         num_kept = case.num_kept(group)
         # A step is chosen by a sample of the tokens: others may have a coefficient that is clipped.
