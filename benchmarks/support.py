@@ -25,7 +25,7 @@ _HEAD = f"""# What is served, refused, and untested
 Written by `python -m benchmarks.pages` from `benchmarks/support.py` and the tables of
 `krul_sglang/adapter/unsupported.py`; a test compares them. SGLang {", ".join(SUPPORTED_SGLANG)}.
 
-What is served was seen on SGLang's real server on a CPU. **Of GPUs, one H200 was seen for minutes**:
+What is served was seen on SGLang's server on a CPU. **Of GPUs, an H200 and an H100 were seen for minutes**:
 [what ran there](gpu.md#what-was-seen).
 """
 
@@ -108,8 +108,14 @@ SERVED = (
 )
 
 UNTESTED = (
-    Untested("GPUs other than an H200; attention backends other than krul's own, torch_native and triton"),
-    Untested("CUDA graphs of prefill", "such a graph waits for all layers of a load"),
+    Untested(
+        "GPUs other than an H100 and an H200; attention backends other than krul's own, torch_native and "
+        "triton"
+    ),
+    Untested(
+        "CUDA graphs of prefill that are not breakable, as those by default are",
+        "such a graph waits for all layers of a load",
+    ),
     Untested(
         "models other than Llama, Qwen3-MoE and DeepSeek-V2 and V3",
         "the proof of recomputed heads at every start; without it whole prefixes are loaded",

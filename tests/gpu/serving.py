@@ -156,9 +156,21 @@ def open_server(
     env: Mapping[str, str] | None = None,
     model: str | Path | None = None,
 ) -> Iterator[ServerProcess]:
+    """A server as ``make_server`` makes it, started."""
+    with make_server(setting, options, args, env, model) as server:
+        yield server
+
+
+def make_server(
+    setting: Setting,
+    options: dict[str, Any] | None,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    model: str | Path | None = None,
+) -> ServerProcess:
     """A server with these options of krul, or without krul if they are None. Kernels are SGLang's choice."""
     config = json.dumps({"host_memory": "2GiB", **(options or {})})
-    server = ServerProcess(
+    return ServerProcess(
         model or setting.model or REFERENCE_MODEL,
         args=(
             *("--page-size", "16", "--max-total-tokens", "4096", "--enable-cache-report"),
@@ -170,8 +182,6 @@ def open_server(
         # Kernels are compiled at the first start.
         ready_timeout_s=900.0,
     )
-    with server:
-        yield server
 
 
 def server_facts(server: ServerProcess) -> dict[str, Any]:

@@ -27,8 +27,8 @@ LIMITS = {
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         16_650,
     ),
-    "benchmarks": (("benchmarks",), 10_460),
-    "tests": (("tests",), 63_600),
+    "benchmarks": (("benchmarks",), 10_470),
+    "tests": (("tests",), 63_720),
     "tests/support": (("tests/support",), 6_110),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
