@@ -29,32 +29,26 @@ def turns_come_back(setting: Setting) -> dict[str, Any]:
     histories, pool, users = (SMALL, 2560, (4, 400)) if setting.is_dry else (LARGE, 40_960, (8, 4000))
     servers = {name: _server(setting, name, pool) for name in names}
     rows: list[dict[str, Any]] = []
+    returning_s: dict[str, list[float]] = {}
     try:
         start_servers(list(servers.values()))
         # In the first round kernels are compiled.
         for repeat in range(REPEATS + 1):
             for length, num_turns in histories:
                 for name, server in servers.items():
-                    times = _come_back(server, ("alone", repeat, length, num_turns), length, num_turns, pool)
-                    rows += (
-                        [{"server": name, "history": length, "turns": num_turns, **times}] if repeat else []
-                    )
+                    seed = "alone", repeat, length, num_turns
+                    times = _come_back(server, seed, length, num_turns, pool)
+                    if repeat:
+                        rows.append({"server": name, "history": length, "turns": num_turns, **times})
+                        of_history = returning_s.setdefault(f"{length} in {num_turns} turns, {name}", [])
+                        of_history.append(times["returning_s"])
         together = {name: _come_back_together(server, *users, pool) for name, server in servers.items()}
         facts = {name: server_facts(server) for name, server in servers.items()}
     finally:
         stop_servers(list(servers.values()))
-    medians = [
-        {"server": name, "history": length, "turns": num_turns, "returning_s": statistics.median(seen)}
-        for length, num_turns in histories
-        for name in names
-        if (seen := [row["returning_s"] for row in rows if _is_of(row, name, length, num_turns)])
-    ]
-    print("\n".join(map(str, medians)), flush=True)
-    return {"medians": medians, "rows": rows, "users_at_once": together, "servers": facts}
-
-
-def _is_of(row: dict[str, Any], *wanted: object) -> bool:
-    return (row["server"], row["history"], row["turns"]) == wanted
+    medians = {history: statistics.median(times) for history, times in returning_s.items()}
+    print("\n".join(f"{history}: {seconds:.3f} s" for history, seconds in medians.items()), flush=True)
+    return {"medians_s": medians, "rows": rows, "users_at_once": together, "servers": facts}
 
 
 def _server(setting: Setting, name: str, pool: int) -> ServerProcess:

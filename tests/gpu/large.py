@@ -24,7 +24,7 @@ from krul_sglang.demo.server import ServerProcess, wait_for_saves
 from krul_sglang.json_file import quantiles
 from krul_sglang.sizing.on_paper import PCIE5, Model, predict
 from krul_sglang.traced_restore import RESTORES, TracedRestore
-from tests.gpu.serving import open_server, server_facts
+from tests.gpu.serving import make_server, server_facts
 from tests.gpu.stage import LeftOut, Setting, Stage
 from tests.support.scenario import ask, assert_nothing_left_behind, push_out, random_prompt, settled_stats
 from tests.support.tiny_model import build_tiny_model
@@ -86,7 +86,7 @@ def long_prompts_are_planned(setting: Setting) -> dict[str, Any]:
 def _long_prompt(setting: Setting, planner: str) -> dict[str, Any]:
     sizes, model = sizes_of(setting), large_model(setting)
     args = ["--chunked-prefill-size", str(sizes.chunk), "--max-total-tokens", str(sizes.pool)]
-    with open_server(setting, _options(setting, planner=planner), args, model=model) as server:
+    with make_server(setting, _options(setting, planner=planner), args, model=model) as server:
         result = run_selftest(SelftestConfig(server.url, prompt_tokens=sizes.prompt, timeout_s=400))
         assert result.passed, result.verdict
         restores = _restores(server)
@@ -123,7 +123,7 @@ def turns_are_kept_in_bases(setting: Setting) -> dict[str, Any]:
     options |= {"cache_dir": str(cache), "fast_copies": "never"}
     args = ["--max-total-tokens", str(4 * sizes.turn)]
     prompts = [random_prompt(("turn", number), sizes.turn) for number in range(sizes.turns)]
-    with open_server(setting, options, args, model=model) as server:
+    with make_server(setting, options, args, model=model) as server:
         saved_s = []
         for prompt in prompts:
             ask(server, prompt, max_new_tokens=2)
@@ -177,7 +177,7 @@ def users_wait_no_longer_for_tokens(setting: Setting) -> dict[str, Any]:
     args = ["--max-total-tokens", str(sizes.users * sizes.turn), "--max-running-requests", str(sizes.users)]
     found: dict[str, Any] = {}
     for name, options in (("without krul", None), ("with krul", _options(setting))):
-        with open_server(setting, options, args, model=model) as server:
+        with make_server(setting, options, args, model=model) as server:
             first_s, between_s = _side_by_side(server, sizes)
             found[name] = {
                 "first_token_s": quantiles(first_s),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -106,7 +105,7 @@ def queries_are_recorded_inside_graphs(setting: Setting) -> dict[str, Any]:
     """Conversations are stored with pairs of layers, which need statistics of every turn."""
     options = {"strategy": "krul", "gamma": 0.0, "planner": "full-load"}
     conversations = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=4, turns=3)
-    with open_server(setting, options) as server:
+    with make_server(setting, options) as server:
         with Player(server.url, max_tokens=32) as player:
             played = list(play_chats(player, conversations))
         stats = settled_stats(server)
@@ -132,7 +131,7 @@ def demo(setting: Setting) -> dict[str, Any]:
 def _selftest(
     setting: Setting, options: dict[str, Any], args: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    with open_server(setting, options, args, env) as server:
+    with make_server(setting, options, args, env) as server:
         result = run_selftest(SelftestConfig(url=server.url, min_host_share=0.5))
         assert result.passed, result.verdict
         stats = settled_stats(server)
@@ -146,19 +145,6 @@ def _selftest(
             "load": stats["load"],
             **server_facts(server),
         }
-
-
-@contextmanager
-def open_server(
-    setting: Setting,
-    options: dict[str, Any] | None,
-    args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    model: str | Path | None = None,
-) -> Iterator[ServerProcess]:
-    """A server as ``make_server`` makes it, started."""
-    with make_server(setting, options, args, env, model) as server:
-        yield server
 
 
 def make_server(

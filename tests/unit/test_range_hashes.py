@@ -19,6 +19,11 @@ def random_block(num_bytes: int) -> NDArray[np.uint8]:
     return np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
 
 
+def hashes_of(block: NDArray[np.uint8], range_bytes: int) -> list[bytes]:
+    ends = range(block.nbytes, 0, -range_bytes)
+    return [xxhash.xxh3_64_digest(block[max(0, end - range_bytes) : end].tobytes()) for end in ends][::-1]
+
+
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests of this process may have compiled it, and others may come."""
@@ -37,14 +42,8 @@ def test_hashes_are_those_of_the_library(num_bytes: int, range_bytes: int, is_co
     assert (range_hashes._compiled is not None) is is_compiled
     block = random_block(num_bytes + 3)[3:]
     block.flags.writeable = False
-    ends = range(num_bytes, 0, -range_bytes)
-    expected = [xxhash.xxh3_64_intdigest(block[max(0, end - range_bytes) : end].data) for end in ends]
-    assert hash_ranges(block, range_bytes).tolist() == expected[::-1]
-
-
-def hashes_of(block: NDArray[np.uint8], range_bytes: int) -> list[bytes]:
-    ends = range(block.nbytes, 0, -range_bytes)
-    return [xxhash.xxh3_64_digest(block[max(0, end - range_bytes) : end].tobytes()) for end in ends][::-1]
+    expected = [int.from_bytes(digest, "big") for digest in hashes_of(block, range_bytes)]
+    assert hash_ranges(block, range_bytes).tolist() == expected
 
 
 SIZES = [(70_001, 1 << 14), (0, 256), (1, 256), (1024, 256), (1000, 256), (0, 1 << 14), (255, 1 << 14)]
