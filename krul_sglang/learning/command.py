@@ -15,7 +15,6 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-import krul_backend
 import krul_sglang
 from krul_backend.codec.subspace.bases import ModelBases, replace_bases, vector_size
 from krul_backend.device import Device
@@ -30,18 +29,19 @@ from krul_sglang.learning.bases import (
 from krul_sglang.learning.reader import TextReader, kv_shape
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 
-_CHATS = Path(krul_sglang.__file__).parent / "assets" / "chats.json"
+_ASSETS = Path(krul_sglang.__file__).parent / "assets"
 
 
 def own_texts() -> list[str]:
-    """Text that comes with the program: conversations, and its own source code with the prose in it."""
-    chats = orjson.loads(_CHATS.read_bytes())
-    sources = [
-        path.read_text()
-        for package in (krul_sglang, krul_backend)
-        for path in sorted(Path(package.__file__ or "").parent.rglob("*.py"))
-    ]
-    return [*_strings(chats), *sources]
+    """Text that comes with the program: conversations, and source code with the prose in it.
+
+    The same for all versions: hosts share what they store only if their bases are the same.
+    """
+    return [text for name in ("chats", "source") for text in _strings(_asset(name))]
+
+
+def _asset(name: str) -> object:
+    return orjson.loads((_ASSETS / f"{name}.json").read_bytes())
 
 
 def read_texts(path: Path) -> list[str]:

@@ -65,7 +65,8 @@ def test_the_wheel_has_both_packages_and_neither_tests_nor_what_only_the_demo_ne
     sources = [*ROOT.glob("krul_sglang/**/*.py"), *(ROOT / "backend").glob("krul_backend/**/*.py")]
     modules = {str(path.relative_to(ROOT)).removeprefix("backend/") for path in sources}
     page = ROOT.glob("backend/krul_backend/daemon/server/page/*")
-    others = {"krul_sglang/py.typed", "krul_backend/py.typed", "krul_sglang/assets/chats.json"}
+    others = {"krul_sglang/py.typed", "krul_backend/py.typed"}
+    others |= {f"krul_sglang/assets/{name}.json" for name in ("chats", "source")}
     assert found == modules | others | {str(path.relative_to(ROOT / "backend")) for path in page}
     assert "krul_backend/daemon/server/page/uPlot.LICENSE" in found
 

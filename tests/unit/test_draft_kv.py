@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from krul_backend.codec.layout import LayerShape
+from krul_backend.errors import StoreClosedError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.hint import Hint
+from krul_backend.tiers.common.interface import Reservation
 from krul_sglang.engine.common.draft_kv import DraftKV
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
@@ -116,6 +118,19 @@ def test_a_beginning_comes_alone(draft: Draft) -> None:
     assert batch.draft_tokens == {"r": PAGE_SIZE}
     assert draft.has_come_back(PAGE_SIZE)
     assert not draft.has_come_back()
+
+
+def test_a_daemon_that_goes_meanwhile_costs_the_drafts_kv_alone(
+    draft: Draft, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def end(reservation: Reservation, *_: object) -> int:
+        draft.rig.store.abort(reservation)
+        raise StoreClosedError("the segment was not stored: the daemon is gone")
+
+    monkeypatch.setattr(draft.rig.store, "commit", end)
+    draft.save()
+    assert (draft.num_stored(), draft.kv.counters.dropped_turns) == (0, 1)
+    assert [each.exc_info for each in caplog.records] == [None]
 
 
 def test_what_is_not_stored_fails_nothing(draft: Draft) -> None:

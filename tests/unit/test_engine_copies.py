@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import threading
 import weakref
@@ -23,6 +24,7 @@ from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.unit import NativeLayer
 from krul_backend.codec.units import UnitPlan
 from krul_backend.device import Device
+from krul_backend.errors import StoreClosedError
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest
@@ -294,6 +296,25 @@ def test_a_rank_whose_store_cannot_answer_still_takes_part_in_the_choice(
     assert bench.decision.asked == [None]
     assert bench.offloader.counters.dropped_turns == {"no answer": 1}
     assert bench.why_missing(bench.turn("a", 2)) == [Run(0, 8, "dropped: no answer")]
+
+
+def test_a_daemon_that_goes_while_a_turn_is_stored_gave_no_answer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def end(reservation: Reservation, *_: object) -> int:
+        bench.store.abort(reservation)
+        raise StoreClosedError("the segment was not stored: the daemon is gone")
+
+    turn = bench.turn("a", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.store, "commit", end)
+        assert not bench.store_turn(turn)
+    assert bench.offloader.counters.dropped_turns == {"no answer": 1}
+    assert bench.why_missing(turn) == [Run(0, 8, "dropped: no answer")]
+    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    said = "krul: a turn of 8 tokens: the segment was not stored: the daemon is gone"
+    assert (record.getMessage(), record.exc_info) == (said, None)
+    assert bench.store_turn(turn)
 
 
 def test_a_load_over_several_segments_from_the_middle_of_the_first(bench: Bench) -> None:

@@ -77,6 +77,7 @@ class KVStore(Protocol):
             ManifestError: if the manifest's block sizes are not those reserved, or there is not one checksum
                 for each layer, or the codec's parameters are too large (the reservation is aborted).
             KeyError: if the reservation is unknown or already settled.
+            StoreClosedError: if the store was closed, or its daemon is gone or does not answer.
         """
 
     @abstractmethod

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from krul_backend.codec.interface import TokenRun
+from krul_backend.errors import StoreClosedError
 from krul_backend.planner import OnlineCosts
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
@@ -81,6 +82,9 @@ class CompanionSaver(ABC):
                 self.store.advise(turn.hint, model=identity, page_keys=page_keys, session=turn.session)
         except KeyError:
             logger.debug("krul: nothing is stored of a turn's %s", self._what)
+        except StoreClosedError as error:
+            counters.dropped_turns += 1
+            logger.warning("krul: the %s of %d tokens: %s", self._what, len(turn.token_ids), error)
         except Exception:
             counters.dropped_turns += 1
             logger.exception("krul: the %s of %d tokens could not be stored", self._what, len(turn.token_ids))

@@ -21,7 +21,7 @@ from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.vectors import BlockReads
 from krul_backend.codec.unit_restore import NativeTail, NativeTails
 from krul_backend.codec.units import UnitDecoder
-from krul_backend.errors import CodecError
+from krul_backend.errors import CodecError, StoreClosedError
 from krul_backend.planner import OnlineCosts
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.interface import MAX_FAST_COPY_SHARE, Block, Lease, SegmentSlice
@@ -249,9 +249,12 @@ class LaterEncoder:
             try:
                 with device.working_on(stream):
                     self._encode(copy, stream)
+            except StoreClosedError as error:
+                self._counters.drop("no answer")
+                logger.warning("krul: %d encoded pages: %s", len(copy.pages), error)
             except Exception:
                 self._counters.failed_encodings += 1
-                logger.exception("krul: %d tokens could not be encoded", len(copy.pages))
+                logger.exception("krul: %d pages could not be encoded", len(copy.pages))
             with self._changed:
                 was_discarded = not self._waiting or self._waiting[0] is not copy
                 if not was_discarded:
@@ -266,7 +269,7 @@ class LaterEncoder:
             self._store.release(copy.lease)
             copy.on_stored()
         except Exception:
-            logger.exception("krul: the end of %d encoded tokens could not be noted", len(copy.pages))
+            logger.exception("krul: the end of %d encoded pages could not be noted", len(copy.pages))
 
     def _forget(self, copy: ExactCopy) -> None:
         self._waiting_keys.difference_update(copy.page_keys)

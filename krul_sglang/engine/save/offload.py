@@ -17,6 +17,7 @@ from functools import partial
 from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
+from krul_backend.errors import StoreClosedError
 from krul_backend.planner import OnlineCosts
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
@@ -262,6 +263,9 @@ class TurnOffloader:
                 for companion in self._companions:
                     companion.save(turn, self._stream, pause, job.is_wanted, job.reading)
                 cause = self._store_missing(job)
+        except StoreClosedError as error:
+            logger.warning("krul: a turn of %d tokens: %s", len(turn.token_ids), error)
+            cause = "no answer"
         except Exception:
             logger.exception("krul: a turn of %d tokens could not be stored", len(turn.token_ids))
             cause = "error"
