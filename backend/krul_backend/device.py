@@ -225,13 +225,14 @@ class Device:
         """
         if self.shares_cores:
             return torch.from_numpy(np.concatenate(hosts))
-        num_bytes = sum(host.nbytes for host in hosts)
-        joined = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
-        first = 0
-        for host in hosts:
-            self.upload(torch.from_numpy(host), joined[first : first + host.nbytes])
-            first += host.nbytes
+        sizes = [host.nbytes for host in hosts]
+        joined = torch.empty(sum(sizes), dtype=torch.uint8, device=self.torch_device)
+        self.upload_each([torch.from_numpy(host) for host in hosts], list(torch.split(joined, sizes)))
         return joined
+
+    def upload_each(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """``upload`` each piece into its target, in one call that takes and gives the GIL once."""
+        torch._foreach_copy_(list(targets), list(hosts), non_blocking=True)
 
     def download(self, host: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor of this device to host memory of its shape, on the current stream.

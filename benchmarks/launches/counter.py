@@ -43,7 +43,7 @@ WAITING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique
 and device that are not ``non_blocking``, for indexing with a mask, and for streams and events."""
 
 
-MIXING = frozenset({"copy_", "_to_copy", "index", "index_put", "index_put_"})
+MIXING = frozenset({"copy_", "_foreach_copy_", "_to_copy", "index", "index_put", "index_put_"})
 """Operations that take tensors of the host and of the device together."""
 
 
@@ -194,6 +194,10 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Any]
     ) -> None:
+        if name == "_foreach_copy_":
+            for pair in zip(*args[:2], strict=True):
+                self._count(func, "copy_", (*pair, *args[2:]), kwargs, given)
+            return
         with self._lock:
             if not func.is_view and name not in NO_KERNEL:
                 self.launch()

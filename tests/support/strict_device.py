@@ -283,6 +283,10 @@ class StrictDevice(Device):
         self.module.queue(_Copy(host, host.clone(), None))
         return target
 
+    def upload_each(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        for host, target in zip(hosts, targets, strict=True):
+            self.upload(host, target)
+
     def download(self, host: torch.Tensor, source: torch.Tensor) -> None:
         arriving = torch.empty_like(host)
         super().download(arriving, source)

@@ -285,8 +285,8 @@ def hash_with(monkeypatch: pytest.MonkeyPatch, xxh3: Callable[[int, int], int]) 
     """Hash the ranges of blocks in memory with this function of an address and a number of bytes, and let
     threads take them one by one."""
     monkeypatch.setattr(range_hashes, "_BYTES_AT_ONCE", 0)
-    find_wrong, _ = range_hashes._loops(xxh3, time.sleep)
-    monkeypatch.setattr(range_hashes, "_find_wrong", find_wrong)
+    find_wrong, _ = range_hashes._make_loops(xxh3, time.sleep)
+    monkeypatch.setattr(range_hashes, "_loops", replace(range_hashes._loops, find_wrong=find_wrong))
 
 
 @pytest.fixture

@@ -27,10 +27,8 @@ def hashes_of(block: NDArray[np.uint8], range_bytes: int) -> list[bytes]:
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests of this process may have compiled it, and others may come."""
-    monkeypatch.setattr(range_hashes, "_compiled", None)
-    find_wrong, wait = range_hashes._loops(range_hashes._xxh3_at, lambda us: time.sleep(us * 1e-6))
-    monkeypatch.setattr(range_hashes, "_find_wrong", find_wrong)
-    monkeypatch.setattr(range_hashes, "_wait", wait)
+    loops = range_hashes._make_loops(range_hashes._xxh3_at, lambda us: time.sleep(us * 1e-6))
+    monkeypatch.setattr(range_hashes, "_loops", range_hashes._Loops(*loops))
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
@@ -39,7 +37,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hashes_are_those_of_the_library(num_bytes: int, range_bytes: int, is_compiled: bool) -> None:
     if is_compiled:
         compile_hashes()
-    assert (range_hashes._compiled is not None) is is_compiled
+    assert (range_hashes._loops.hash_all is not None) is is_compiled
     block = random_block(num_bytes + 3)[3:]
     block.flags.writeable = False
     expected = [int.from_bytes(digest, "big") for digest in hashes_of(block, range_bytes)]

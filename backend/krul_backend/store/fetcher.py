@@ -247,10 +247,11 @@ class Fetcher:
             coming.tier.release(coming.run)
             if coming.part is not None:
                 self._host.unhold(coming.part)
-            if coming.priority != ReadPriority.LOAD:
-                self._count_prefetched(-arrival.segment.manifest.num_bytes)
-            self._count(has_arrived=has_arrived)
+            # Together: whoever sees the count also sees that the read has ended.
             with self._counting:
+                if coming.priority != ReadPriority.LOAD:
+                    self._count_prefetched(-arrival.segment.manifest.num_bytes)
+                self._count(has_arrived=has_arrived)
                 self._reads.pop(arrival.segment.segment_id, None)
                 self._counting.notify_all()
         # What has come in part would be a part there, too.

@@ -33,10 +33,7 @@ class KVStore(Protocol):
         """The maximal runs of ``page_keys`` (as index ranges, ascending) that no tier is known to hold."""
 
     def may_have(self, model: ModelIdentity, page_key: str) -> bool:
-        """Whether ``lease`` could find a page now. Never waits.
-
-        False only if the page is in no tier; True may be wrong.
-        """
+        """False if no tier has the page, True if one may have it. Never waits."""
         return True
 
     @abstractmethod

@@ -104,8 +104,8 @@ class BlockChecks:
             self._workers = ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="krul-arrivals")
 
     def num_layers_ahead(self, num_announced: int) -> int:
-        """How many layers that bring new blocks should be announced, if ``num_announced`` that are not loaded
-        yet have been."""
+        """How many of the layers with blocks of their own to announce before the next one is copied, if
+        ``num_announced`` of those still to be copied are announced already."""
         if not self._num_threads:
             return 0
         if not self._checks:
@@ -148,15 +148,12 @@ class BlockChecks:
                 committed.
             TierReadError: the same for one that did not arrive from its tier.
         """
-        ends = dict[_Checks, int]()
-        for checks, end in map(self._checks_of, blocks):
-            ends[checks] = max(end, ends.get(checks, 0))
-        for checks, end in ends.items():
+        for checks, end in self._ends(blocks).items():
             checks.wait(end)
 
     def are_done(self, blocks: Iterable[LayerBlock]) -> bool:
         """Say whether all checks of these announced blocks have ended, well or not."""
-        return all(checks.have_ended(end) for checks, end in map(self._checks_of, blocks))
+        return all(checks.have_ended(end) for checks, end in self._ends(blocks).items())
 
     def are_near(self, blocks: Iterable[LayerBlock]) -> bool:
         """Say whether no announced block of these has to come from a lower tier: they are checked soon."""
@@ -176,8 +173,13 @@ class BlockChecks:
     def _add(self, blocks: Sequence[LayerBlock], checks: _Checks, ends: Iterable[int]) -> None:
         self._checks.update((block.key, (checks, end)) for block, end in zip(blocks, ends, strict=True))
 
-    def _checks_of(self, block: LayerBlock) -> tuple[_Checks, int]:
-        return self._checks[block.key]
+    def _ends(self, blocks: Iterable[LayerBlock]) -> dict[_Checks, int]:
+        """The checks of announced blocks, each with the end of its last step that one of them needs."""
+        ends = dict[_Checks, int]()
+        for block in blocks:
+            checks, end = self._checks[block.key]
+            ends[checks] = max(end, ends.get(checks, 0))
+        return ends
 
     def _compare(self, ranges: ComparedRanges, blocks: Sequence[LayerBlock]) -> None:
         wrong = ranges.compare()

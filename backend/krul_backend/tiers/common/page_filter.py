@@ -56,7 +56,7 @@ class PageFilter:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all pages have been added that can be found. Until then any may be stored."""
+        """Whether every page that can be found has been added. Until then ``may_have`` is always true."""
         return self._file[-1] == 0
 
     @is_complete.setter

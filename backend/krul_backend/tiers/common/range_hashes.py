@@ -6,6 +6,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,8 +17,6 @@ from numpy.typing import NDArray
 from krul_backend.segment import num_ranges
 
 logger = logging.getLogger(__name__)
-
-_compiled: Callable[..., None] | None = None
 
 _BYTES_AT_ONCE = 128 << 10
 """Of ranges that a thread takes at once. With fewer, threads often take the same ones."""
@@ -31,9 +30,9 @@ def hash_ranges(block: NDArray[np.uint8], range_bytes: int) -> NDArray[np.uint64
     only the first one may be shorter than ``range_bytes``. Faster after ``compile_hashes``."""
     hashes = np.empty(num_ranges(block.nbytes, range_bytes), np.uint64)
     first_bytes = block.nbytes - (len(hashes) - 1) * range_bytes
-    if _compiled is not None:
+    if _loops.hash_all is not None:
         address = block.__array_interface__["data"][0]
-        _compiled(np.uint64(address), np.uint64(first_bytes), np.uint64(range_bytes), hashes)
+        _loops.hash_all(np.uint64(address), np.uint64(first_bytes), np.uint64(range_bytes), hashes)
     else:
         ends = range(first_bytes, block.nbytes + 1, range_bytes)
         hashes[:] = [xxhash.xxh3_64_intdigest(block.data[max(0, end - range_bytes) : end]) for end in ends]
@@ -69,7 +68,7 @@ class ComparedRanges:
         """Take part until no range is left, or one is wrong, after which no thread begins another. Returns
         the number of its block."""
         ranges = self._starts, self._sizes, self._wanted
-        number = _find_wrong(*ranges, self.is_right, self._next, self._num_at_once)
+        number = _loops.find_wrong(*ranges, self.is_right, self._next, self._num_at_once)
         return None if number == len(self._wanted) else int(np.searchsorted(self.ends, number, "right"))
 
     def stop(self) -> None:
@@ -79,11 +78,22 @@ class ComparedRanges:
 
 def wait_a_moment(is_right: NDArray[np.bool_], end: int) -> None:
     """Wait until all before ``end`` are right, for about a millisecond at most."""
-    _wait(is_right, end)
+    _loops.wait(is_right, end)
 
 
-def _loops(xxh3: Callable[..., Any], sleep_us: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """What runs without the GIL once it is compiled: to find a wrong range, and to wait."""
+@dataclass(frozen=True)
+class _Loops:
+    """The loops over ranges. Compiled, they run without the GIL; ``hash_all`` is there only then."""
+
+    find_wrong: Callable[..., Any]
+    wait: Callable[..., Any]
+    hash_all: Callable[..., Any] | None = None
+
+
+def _make_loops(
+    xxh3: Callable[..., Any], sleep_us: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``find_wrong`` and ``wait``, in Python that can be compiled: ``xxh3(address, num_bytes)`` hashes."""
 
     # Several threads may take the same ranges, or ones that were compared since. None is left out: a thread
     # that writes where the next begin has read where its own do, and takes those between.
@@ -119,7 +129,7 @@ def _xxh3_at(address: int, num_bytes: int) -> int:
     return xxhash.xxh3_64_intdigest((ctypes.c_char * int(num_bytes)).from_address(int(address)))
 
 
-_find_wrong, _wait = _loops(_xxh3_at, lambda us: time.sleep(us * 1e-6))
+_loops = _Loops(*_make_loops(_xxh3_at, lambda us: time.sleep(us * 1e-6)))
 
 
 def compile_hashes() -> None:
@@ -128,7 +138,7 @@ def compile_hashes() -> None:
     Called from Python, it gives the GIL back for each range, and waits up to 5 ms to get it again while
     another thread computes. The daemon has no such thread, and does without a compiler.
     """
-    global _compiled, _find_wrong, _wait
+    global _loops
     from llvmlite import binding
     from numba import njit, types
 
@@ -151,9 +161,9 @@ def compile_hashes() -> None:
             address += num_bytes
             num_bytes = range_bytes
 
-    _compiled = hash_all
     usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
-    _find_wrong, _wait = map(compiled, _loops(xxh3, usleep))
+    find_wrong, wait = map(compiled, _make_loops(xxh3, usleep))
+    _loops = _Loops(find_wrong, wait, hash_all)
     block = np.zeros(1, np.uint8)
     ranges = ComparedRanges([(block, hash_ranges(block, 1).astype(">u8").tobytes(), 1)])
     ranges.compare()
