@@ -33,15 +33,18 @@ from tests.support.scenario import (
 POOL_TOKENS = 2000
 NUM_USERS = 8
 NUM_TURNS = 4
+THOUGHT_S = 1.0
 LEAST_FOUND = 0.8
 """Of what could be found. On a machine with other load an answer of the daemon may come too late now and
 then, and computing so small a model again is hardly worth a wait."""
 
 
-def converse(server: ServerProcess, user: int) -> list[Answer]:
+def converse(server: ServerProcess, user: int, most_s: float = 0.0) -> list[Answer]:
+    """Before each turn the user thinks, for ``most_s`` seconds at most."""
     history = random_prompt(("busy", user), 350)
     answers: list[Answer] = []
     for turn in range(NUM_TURNS):
+        time.sleep(most_s * random.Random(f"{user} {turn}").random())
         answers.append(ask(server, history, max_new_tokens=24))
         history += [*answers[-1].output_ids, *random_prompt(("turn", user, turn), 40)]
     return answers
@@ -49,7 +52,7 @@ def converse(server: ServerProcess, user: int) -> list[Answer]:
 
 def side_by_side(server: ServerProcess) -> list[list[Answer]]:
     with ThreadPoolExecutor(NUM_USERS) as users:
-        return list(users.map(lambda user: converse(server, user), range(NUM_USERS)))
+        return list(users.map(lambda user: converse(server, user, THOUGHT_S), range(NUM_USERS)))
 
 
 def found_share(conversations: list[list[Answer]]) -> float:
