@@ -77,7 +77,10 @@ class SegmentWrites:
         fingerprint = None if model is None else model.fingerprint
         with self._state.lock:
             # From here on until the clear is noted, nothing of the model becomes findable.
-            noted = self._state.pending_clears.setdefault(fingerprint, threading.Event())
+            noted = self._state.pending_clears.get(fingerprint)
+            if noted is None or noted.is_set():
+                # An earlier one may have failed: this one is tried again, and waited for.
+                noted = self._state.pending_clears[fingerprint] = threading.Event()
             dropped = self.queue.drop(lambda item: _is_of(fingerprint, item))
             self._state.catalog.forget_segments(lambda segment: _is_of(fingerprint, segment))
         self.queue.wake()
@@ -245,8 +248,9 @@ class SegmentWrites:
             self._give_up(error)
         else:
             with state.lock:
-                for fingerprint in pending:
-                    del state.pending_clears[fingerprint]
+                for fingerprint, noted in pending.items():
+                    if state.pending_clears[fingerprint] is noted:
+                        del state.pending_clears[fingerprint]
         for noted in pending.values():
             noted.set()
         # While the tier opens, it is not known yet what is in the files.
