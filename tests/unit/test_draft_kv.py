@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_engine_copies import losing_the_daemon
 
 from krul_backend.codec.layout import LayerShape
-from krul_backend.errors import StoreClosedError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.hint import Hint
-from krul_backend.tiers.common.interface import Reservation
 from krul_sglang.engine.common.draft_kv import DraftKV
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
@@ -123,11 +122,7 @@ def test_a_beginning_comes_alone(draft: Draft) -> None:
 def test_a_daemon_that_goes_meanwhile_costs_the_drafts_kv_alone(
     draft: Draft, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def end(reservation: Reservation, *_: object) -> int:
-        draft.rig.store.abort(reservation)
-        raise StoreClosedError("the segment was not stored: the daemon is gone")
-
-    monkeypatch.setattr(draft.rig.store, "commit", end)
+    monkeypatch.setattr(draft.rig.store, "commit", losing_the_daemon(draft.rig.store))
     draft.save()
     assert (draft.num_stored(), draft.kv.counters.dropped_turns) == (0, 1)
     assert [each.exc_info for each in caplog.records] == [None]

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from krul_backend.errors import StoreClosedError
 from krul_backend.planner.calibration import OnlineCosts
 from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest
+from krul_backend.store.interface import KVStore
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, Reservation
@@ -298,16 +299,22 @@ def test_a_rank_whose_store_cannot_answer_still_takes_part_in_the_choice(
     assert bench.why_missing(bench.turn("a", 2)) == [Run(0, 8, "dropped: no answer")]
 
 
+def losing_the_daemon(store: KVStore) -> Callable[..., int]:
+    """A ``commit`` during which the daemon of a store goes."""
+
+    def commit(reservation: Reservation, *_: object) -> int:
+        store.abort(reservation)
+        raise StoreClosedError("the segment was not stored: the daemon is gone")
+
+    return commit
+
+
 def test_a_daemon_that_goes_while_a_turn_is_stored_gave_no_answer(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def end(reservation: Reservation, *_: object) -> int:
-        bench.store.abort(reservation)
-        raise StoreClosedError("the segment was not stored: the daemon is gone")
-
     turn = bench.turn("a", 2)
     with monkeypatch.context() as patch:
-        patch.setattr(bench.store, "commit", end)
+        patch.setattr(bench.store, "commit", losing_the_daemon(bench.store))
         assert not bench.store_turn(turn)
     assert bench.offloader.counters.dropped_turns == {"no answer": 1}
     assert bench.why_missing(turn) == [Run(0, 8, "dropped: no answer")]

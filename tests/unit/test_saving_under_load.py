@@ -9,12 +9,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_engine_copies import NUM_LAYERS, PAGE_SIZE, TOKEN_BYTES, Bench, FakeCapturedTurn, Stuck
+from test_engine_copies import (
+    NUM_LAYERS,
+    PAGE_SIZE,
+    TOKEN_BYTES,
+    Bench,
+    FakeCapturedTurn,
+    Stuck,
+    losing_the_daemon,
+)
 
 from krul_backend.codec.pairs.units import CodedLayer
-from krul_backend.errors import CodecError, StoreClosedError
+from krul_backend.errors import CodecError
 from krul_backend.strategy.strategy import Precision, Strategy
-from krul_backend.tiers.common.interface import Lease, Reservation
+from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.save import later_encoding
 from krul_sglang.engine.save.later_encoding import LEAST_SHARE, LaterEncoder, copy_room
@@ -315,14 +323,10 @@ def test_an_encoding_that_fails_leaves_the_exact_copy(
 def test_a_daemon_that_goes_while_pages_are_encoded_is_no_failed_encoding(
     busy: BusyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end(reservation: Reservation, *_: object) -> int:
-        busy.store.abort(reservation)
-        raise StoreClosedError("the segment was not stored: the daemon is gone")
-
     turn = busy.turn("a", 2)
     busy.offloader.submit(turn)
     assert busy.offloader.pop_completed()
-    monkeypatch.setattr(busy.store, "commit", end)
+    monkeypatch.setattr(busy.store, "commit", losing_the_daemon(busy.store))
     busy.encode_now()
     counters = busy.offloader.counters
     assert (counters.failed_encodings, counters.dropped_turns) == (0, {"no answer": 1})

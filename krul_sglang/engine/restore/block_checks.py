@@ -104,8 +104,8 @@ class BlockChecks:
             self._workers = ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="krul-arrivals")
 
     def num_layers_ahead(self, num_announced: int) -> int:
-        """How many of the layers with blocks of their own to announce before the next one is copied, if
-        ``num_announced`` of those still to be copied are announced already."""
+        """Return how many layers should be announced before the next one is copied. Layers without new blocks
+        do not count. ``num_announced``: those that are announced now and not copied yet."""
         if not self._num_threads:
             return 0
         if not self._checks:

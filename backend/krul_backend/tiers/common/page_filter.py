@@ -56,7 +56,7 @@ class PageFilter:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every page that can be found has been added. Until then ``may_have`` is always true."""
+        """True once all pages that can be found have been added. Before, ``may_have`` is always true."""
         return self._file[-1] == 0
 
     @is_complete.setter
