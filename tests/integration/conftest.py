@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from krul_sglang.demo import server
+from krul_sglang.demo.server import ServerProcess
+from krul_sglang.reasons import REASONS
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import Played, play_all
 from tests.support.tiny_model import build_tiny_model
@@ -52,3 +55,18 @@ def kept(tiny_models: dict[str, Path]) -> Played:
     args = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384", "--enable-cache-report")
     with ForkedServer(tiny_models["float32"], args=args) as server:
         return play_all(server, evict=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Function, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with a failure what the test's servers say of themselves, and of why requests were computed."""
+    report = yield
+    for name, value in item.funcargs.items() if report.when == "call" and report.failed else ():
+        if isinstance(value, ServerProcess):
+            with suppress(Exception):
+                state = value.server_info()["internal_states"][0]
+                said = [f"{key}: {state[key]}"[-6000:] for key in ("krul", REASONS) if key in state]
+                report.sections.append((name, "\n".join([*said, value.log_text()[-6000:]])))
+    return report

@@ -40,7 +40,7 @@ def make_batch(clock: Clock) -> LoadBatch:
         slots=torch.arange(64),
         device_tokens=16,
         plan=RestorePlan((48, 32, 16), end_s=0.5),
-        forecast=Forecast(head_s=1.0, load_s=4.0, recompute_s=8.0),
+        forecast=Forecast(head_s=1.0, load_s=4.0, recompute_s=8.0, own_layer_s=0.2),
     )
     batch = LoadBatch({"a": load}, NUM_LAYERS, Device(torch.device("cpu")), patience_s=5.0)
     batch.clock = clock  # type: ignore[assignment]

@@ -17,18 +17,18 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 50_060),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_200),
+    "product": (PRODUCT, 50_080),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_210),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_190,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        16_650,
+        16_660,
     ),
     "benchmarks": (("benchmarks",), 10_470),
-    "tests": (("tests",), 63_760),
+    "tests": (("tests",), 63_800),
     "tests/support": (("tests/support",), 6_110),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

@@ -65,9 +65,14 @@ def make_log() -> tuple[TraceLog, RecordingCosts]:
 
 
 def make_trace(*forecasts: Forecast, has_heads: bool = True, end_s: float | None = 9.0) -> RestoreTrace:
-    """Heads in [0, 3) and [3, 4), loads in [0, 2) and [2, 5); the forward waits until 4.5 and until 6."""
+    """Heads in [0, 3) and [3, 4), loads in [0, 2) and [2, 5); the forward waits until 4.5 and until 6, and
+    its last layer takes as long after that as was planned, unless a forecast says how long that is."""
+    own_layer_s = 0.0 if end_s is None else end_s - 6.0
     loads = {
-        f"r{number}": bare_load(0, 8, (4, 0), forecast=forecast) for number, forecast in enumerate(forecasts)
+        f"r{number}": bare_load(
+            0, 8, (4, 0), forecast=replace(forecast, own_layer_s=forecast.own_layer_s or own_layer_s)
+        )
+        for number, forecast in enumerate(forecasts)
     }
     batch = LoadBatch(loads, NUM_LAYERS, Device(torch.device("cpu")), PATIENCE_S)
     clock: Any = ScriptedClock(0.0, 3.0, 4.0)
@@ -116,6 +121,15 @@ def test_a_request_that_came_alone_tells_what_a_restore_takes_beyond_its_plan() 
     log.add(mixed)
     log.settle()
     assert costs.observed == [("overhead", 1.0, 9.0)]
+
+
+def test_a_forward_that_is_slow_without_any_load_is_not_what_a_restore_takes() -> None:
+    log, costs = make_log()
+    # The last layer takes 3 s.
+    for own_layer_s in (1.0, 5.0):
+        log.add(make_trace(Forecast(0.0, 0.0, 0.0, own_layer_s=own_layer_s)))
+    log.settle()
+    assert costs.observed == [("overhead", 1.0, 7.0), ("overhead", 1.0, 11.0)]
 
 
 def test_the_own_forward_is_learned_from_prefills_that_restore_nothing() -> None:

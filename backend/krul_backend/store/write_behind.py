@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from krul_backend.errors import StoreClosedError
 from krul_backend.segment import ModelIdentity
-from krul_backend.tiers.common.interface import TierStats
+from krul_backend.tiers.common.interface import DRAM_TIER, TierStats
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.dram import HostStore, StoredSegment
 
@@ -79,11 +79,12 @@ class WriteBehind:
     def submit(self, segment: StoredSegment, tiers: Sequence[LowerTier]) -> None:
         """Offer a segment that the caller holds to ``tiers``, unless it has left DRAM or is a fast copy.
 
-        Never waits for writes.
+        A tier that has it, or writes it, is not offered it again: what came from a lower tier may have been
+        offered before, with a segment that continues it. Never waits for writes.
         """
         with self._lock:
             for tier in tiers:
-                if segment.is_indexed and not segment.is_fast_copy:
+                if segment.is_indexed and not segment.is_fast_copy and not self._has(tier, segment):
                     self._tiers[tier].waiting[segment.segment_id] = segment.manifest.model.fingerprint
                     self._offer_waiting(tier)
 
@@ -136,6 +137,15 @@ class WriteBehind:
         if self._tiers:
             self._done.put(None)
             self._thread.join()
+
+    def _has(self, tier: LowerTier, segment: StoredSegment) -> bool:
+        """Whether a tier writes a segment, or is known to hold all of it. Called with the lock."""
+        manifest = segment.manifest
+        # In this order: what is written between the two looks is held by the tier.
+        if segment.segment_id in self._tiers[tier].being_written:
+            return True
+        held = tier.holder_of(manifest.model, manifest.page_keys[-1]) if segment.origin != DRAM_TIER else None
+        return held is not None and held.page_keys == manifest.page_keys and held.num_bytes == manifest.num_bytes
 
     def _offer_waiting(self, tier: LowerTier) -> None:
         """Offer what waits for a tier, in order, until it takes no more. Called with the lock."""

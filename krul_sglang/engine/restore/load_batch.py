@@ -52,13 +52,14 @@ class LoadFailedError(KrulError):
 class Forecast:
     """Seconds that heads and loads of a restore should take, each without waiting for the other, and those
     that computing all of it with the new tokens would take. ``decode_s`` of those of loads is decoding.
-    ``overhead_s``: what restores have taken beyond their plans."""
+    ``overhead_s``: what restores have taken beyond their plans. ``own_layer_s``: a layer of the new tokens."""
 
     head_s: float
     load_s: float
     recompute_s: float
     decode_s: float = 0.0
     overhead_s: float = 0.0
+    own_layer_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
