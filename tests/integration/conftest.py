@@ -67,6 +67,6 @@ def pytest_runtest_makereport(
         if isinstance(value, ServerProcess):
             with suppress(Exception):
                 state = value.server_info()["internal_states"][0]
-                said = [f"{key}: {state[key]}"[-6000:] for key in ("krul", REASONS) if key in state]
-                report.sections.append((name, "\n".join([*said, value.log_text()[-6000:]])))
+                said = [f"{key}: {state[key]}"[-8000:] for key in ("krul", REASONS) if key in state]
+                report.sections.append((name, "\n".join([*said, value.log_text()[-4000:]])))
     return report

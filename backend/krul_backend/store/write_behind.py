@@ -144,8 +144,9 @@ class WriteBehind:
         # In this order: what is written between the two looks is held by the tier.
         if segment.segment_id in self._tiers[tier].being_written:
             return True
-        held = tier.holder_of(manifest.model, manifest.page_keys[-1]) if segment.origin != DRAM_TIER else None
-        return held is not None and held.page_keys == manifest.page_keys and held.num_bytes == manifest.num_bytes
+        model, page_keys = manifest.model, manifest.page_keys
+        held = tier.holder_of(model, page_keys[-1]) if segment.origin != DRAM_TIER else None
+        return held is not None and (held.page_keys, held.num_bytes) == (page_keys, manifest.num_bytes)
 
     def _offer_waiting(self, tier: LowerTier) -> None:
         """Offer what waits for a tier, in order, until it takes no more. Called with the lock."""

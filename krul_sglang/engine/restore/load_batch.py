@@ -51,8 +51,8 @@ class LoadFailedError(KrulError):
 @dataclass(frozen=True)
 class Forecast:
     """Seconds that heads and loads of a restore should take, each without waiting for the other, and those
-    that computing all of it with the new tokens would take. ``decode_s`` of those of loads is decoding.
-    ``overhead_s``: what restores have taken beyond their plans. ``own_layer_s``: a layer of the new tokens."""
+    that computing all of it with the new tokens would take. ``decode_s`` of those of loads is decoding, and
+    ``overhead_s`` what restores have taken beyond their plans. ``own_layer_s``: a layer of new tokens."""
 
     head_s: float
     load_s: float
