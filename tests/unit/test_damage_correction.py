@@ -16,6 +16,7 @@ from krul_backend.segment import TokenIds
 from krul_sglang.engine.budget.correction import (
     HISTORIES_TO_LOOSEN,
     LARGEST_RATIO,
+    LONG_TOKENS,
     PROBES_TO_TIGHTEN,
     DamageCorrection,
     kind_of_text,
@@ -39,7 +40,12 @@ def loop(number: int = 0) -> TokenIds:
     return np.resize(np.random.default_rng(number).integers(0, 2000, 10, np.int64), 700)
 
 
-KINDS = (prose, loop)
+@cache
+def long_prose(number: int = 0) -> TokenIds:
+    return np.random.default_rng(number).integers(0, 2000, LONG_TOKENS, np.int64)
+
+
+KINDS = (prose, loop, long_prose)
 
 Probe = tuple[Callable[[int], TokenIds], int, float]
 """The kind of text, which history of it, and the measured damage over the expected one."""
@@ -75,7 +81,10 @@ def test_texts_are_told_apart_by_how_many_of_their_last_tokens_differ() -> None:
     assert (kind_of_text(prose()), kind_of_text(loop())) == ("varied", "repetitive")
     assert kind_of_text(np.concatenate([prose(), loop()])) == "repetitive"
     assert kind_of_text(np.concatenate([loop(), prose()])) == "varied"
-    quarter = np.arange(2048, dtype=np.int64) % 128
+    assert kind_of_text(long_prose()) == "long"
+    assert kind_of_text(long_prose()[1:]) == "varied"
+    assert kind_of_text(np.resize(loop(), LONG_TOKENS)) == "repetitive"
+    quarter = np.arange(1024, dtype=np.int64) % 128
     assert kind_of_text(quarter) == "varied"
     assert kind_of_text(quarter % 127) == "repetitive"
 
@@ -147,6 +156,14 @@ def test_few_observations_loosen_nothing(text: Callable[[int], TokenIds]) -> Non
 def test_one_history_loosens_nothing_however_often_it_is_probed() -> None:
     correction = after([*many(prose, 4.0), *[(prose, 99, CERTAIN)] * 100])
     assert correction.factor(prose()) == 4.0
+
+
+def test_a_long_conversation_is_one_history_while_it_grows_a_little() -> None:
+    correction = after(many(long_prose, 4.0))
+    for number in range(100):
+        grown = np.concatenate([long_prose(99), prose(number)])
+        correction.observe(EXPECTED * CERTAIN, EXPECTED, grown)
+    assert correction.factor(long_prose()) == 4.0
 
 
 def test_a_rise_in_between_begins_the_count_again() -> None:
@@ -230,17 +247,17 @@ def test_a_predictable_history_does_not_loosen_the_budget_of_chats(predictable: 
 def test_many_predictable_histories_do_not_loosen_the_budget_of_chats() -> None:
     chats, loops = many(prose, 2.0), many(loop, CERTAIN)
     correction = after([each for pair in zip(chats, loops, strict=True) for each in pair])
-    assert factors(correction) == [2.0, 1.0]
+    assert factors(correction) == [2.0, 1.0, 2.0]
 
 
 def test_a_kind_of_which_little_is_known_takes_the_largest_factor() -> None:
     correction = after(many(prose, 3.0))
-    assert factors(correction) == [3.0, 3.0]
+    assert factors(correction) == [3.0, 3.0, 3.0]
     for probe in many(loop, 1.0, HISTORIES_TO_LOOSEN - 1) + [(loop, 0, 1.0)] * 5:
         observe(correction, probe)
-    assert factors(correction) == [3.0, 3.0]
+    assert factors(correction) == [3.0, 3.0, 3.0]
     observe(correction, (loop, 99, 1.0))
-    assert factors(correction) == [3.0, 1.0]
+    assert factors(correction) == [3.0, 1.0, 3.0]
 
 
 @settings(deadline=None)
@@ -252,7 +269,7 @@ def test_nothing_is_loosened_when_bases_change(history: list[Probe]) -> None:
     assert all(now >= was for now, was in zip(factors(correction), before, strict=True))
     for probe in many(prose, CERTAIN, HISTORIES_TO_LOOSEN - 1):
         observe(correction, probe)
-        assert factors(correction) == [correction.largest] * 2
+        assert factors(correction) == [correction.largest] * len(KINDS)
 
 
 def test_a_noisy_ratio_ends_near_its_mean() -> None:
@@ -271,6 +288,7 @@ def test_the_numbers_are_plain() -> None:
     correction = after([(prose, 0, 3.0), (prose, 0, 3.0), (prose, 1, 3.0)])
     assert correction.as_dict() == {
         "varied": {"factor": pytest.approx(10 / 6), "histories": 2},
+        "long": {"factor": 1.0, "histories": 0},
         "repetitive": {"factor": 1.0, "histories": 0},
     }
     assert all(type(value) in (int, float) for of in correction.as_dict().values() for value in of.values())

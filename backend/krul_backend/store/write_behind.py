@@ -140,13 +140,12 @@ class WriteBehind:
 
     def _has(self, tier: LowerTier, segment: StoredSegment) -> bool:
         """Whether a tier writes a segment, or is known to hold all of it. Called with the lock."""
-        manifest = segment.manifest
+        own = segment.manifest
         # In this order: what is written between the two looks is held by the tier.
         if segment.segment_id in self._tiers[tier].being_written:
             return True
-        model, page_keys = manifest.model, manifest.page_keys
-        held = tier.holder_of(model, page_keys[-1]) if segment.origin != DRAM_TIER else None
-        return held is not None and (held.page_keys, held.num_bytes) == (page_keys, manifest.num_bytes)
+        held = None if segment.origin == DRAM_TIER else tier.holder_of(own.model, own.page_keys[-1])
+        return held is not None and (held.page_keys, held.num_bytes) == (own.page_keys, own.num_bytes)
 
     def _offer_waiting(self, tier: LowerTier) -> None:
         """Offer what waits for a tier, in order, until it takes no more. Called with the lock."""

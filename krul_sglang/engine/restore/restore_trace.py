@@ -66,11 +66,6 @@ class RestoreTrace:
         ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]]
         return [Part(wait.layer, wait.end_s, end) for wait, end in zip(waits, ends, strict=True)]
 
-    def own_after_loads(self) -> list[Part]:
-        """The layers of the engine's own forward that began when all had been loaded."""
-        loaded_s = max((part.end_s for part in self.loads()), default=0.0)
-        return [part for part in self.own() if part.begin_s >= loaded_s]
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values: lengths in tokens, parts as ``[layer, begin_s, end_s]``."""
         assert self.end is not None
@@ -174,7 +169,8 @@ class TraceLog:
         if len(loads) == 1 and not trace.is_mixed and not tiers:
             assert trace.end is not None
             # Layers that no load disturbed would have been as slow if all had been computed.
-            alone = trace.own_after_loads()
+            loaded_s = max((part.end_s for part in trace.loads()), default=0.0)
+            alone = [part for part in trace.own() if part.begin_s >= loaded_s]
             late_s = _total_s(alone) - len(alone) * loads[0].forecast.own_layer_s
             self._costs.observe_overhead(loads[0].plan.end_s, _seconds(trace.end)[0] - late_s)
 
