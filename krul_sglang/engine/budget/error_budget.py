@@ -19,7 +19,7 @@ from krul_backend.codec.subspace.held_bases import AwaitedBasesError, RunLimit
 from krul_backend.errors import CodecError
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy import Strategy
-from krul_sglang.engine.budget.correction import PROBES_TO_TIGHTEN, DamageCorrection
+from krul_sglang.engine.budget.correction import DamageCorrection
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
 from krul_sglang.engine.budget.served_bases import ServedBases
@@ -117,7 +117,7 @@ class ErrorBudget(Decision):
         self._remembered: dict[str, DamagedSpan] = {}
         self._limit = limit / agreement.num_ranks
         self._probe_share = probe_share
-        self._probes_due = float(PROBES_TO_TIGHTEN)
+        self._probes_due = 1.0
         self._store = store
         self._provenance = provenance
         self._model = model
@@ -309,7 +309,7 @@ class ErrorBudget(Decision):
             )
 
     def wants_probe(self) -> bool:
-        """True if this turn is to be probed: the first four, then a share of them. Call it once per turn."""
+        """True if this turn is to be probed: the first one, then a share of them. Call it once per turn."""
         self._probes_due += self._probe_share
         if self._probes_due < 1.0 or self._probe_share == 0:
             return False
@@ -324,7 +324,7 @@ class ErrorBudget(Decision):
         """
         outcome = self._prober.measure(path, lambda: is_encoded and self._provenance.is_exact(path.slots))
         if outcome is None:
-            self._probes_due = min(self._probes_due + 1.0, PROBES_TO_TIGHTEN)
+            self._probes_due = 1.0
             return
         self.num_probes += 1
         self.last_kl = outcome.kl
