@@ -139,7 +139,7 @@ class WriteBehind:
             self._thread.join()
 
     def _has(self, tier: LowerTier, segment: StoredSegment) -> bool:
-        """Whether a tier writes a segment, or is known to hold all of it. Called with the lock."""
+        """Return True if the tier stores the whole segment already, or is writing it now. Needs the lock."""
         own = segment.manifest
         # In this order: what is written between the two looks is held by the tier.
         if segment.segment_id in self._tiers[tier].being_written:

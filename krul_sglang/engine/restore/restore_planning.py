@@ -224,8 +224,8 @@ class RestorePlanning:
         self.counters.head_tokens += head_tokens
         self.counters.prefix_tokens += total_tokens - device_tokens
         self.counters.saved_s += problem.recompute_s - plan.end_s - problem.costs.overhead_s
-        of_problem = problem.costs.overhead_s, problem.own_layer_s
-        return PlannedRestore(plan, Forecast(head_s, load_s, recompute_s, decode_s, *of_problem))
+        overhead_s, own_layer_s = problem.costs.overhead_s, problem.own_layer_s
+        return PlannedRestore(plan, Forecast(head_s, load_s, recompute_s, decode_s, overhead_s, own_layer_s))
 
     def plan_alone(
         self, readers: Sequence[SegmentReader], device_tokens: int, new_tokens: int, load_from: int | None
