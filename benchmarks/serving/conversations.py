@@ -7,7 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, pairwise, zip_longest
 from pathlib import Path
 
 import orjson
@@ -47,6 +47,9 @@ def choose_conversations(configuration: Configuration, count_tokens: CountTokens
     """
     users, rounds = configuration.users, configuration.rounds
     found: Iterator[Conversation]
+    if configuration.data is not None and configuration.turn_tokens is not None:
+        texts = mixed_texts(configuration.data, configuration.seed)
+        return cut_conversations(texts, configuration, count_tokens)
     if configuration.data is not None:
         limit = configuration.longest_history_tokens
         found = recorded_conversations(
@@ -113,26 +116,52 @@ def recorded_conversations(
 def recorded_prompts(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Each session in the folder's JSONL files, and its prompts that are not empty, in the order of time.
 
-    A line is an object with ``session_id``, ``timestamp``, and ``input``, the whole prompt of a turn.
+    Raises:
+        ServingBenchmarkError: there is no session, or a line is not one of its turns.
+    """
+    for _, session, turns in _recorded_turns(folder):
+        yield session, [prompt for prompt, _ in turns if prompt]
+
+
+def mixed_texts(folder: Path, seed: int) -> list[tuple[str, str]]:
+    """Each session with all that was said in it, one of each folder of files and then the next of each, in an
+    order drawn at random.
 
     Raises:
-        ServingBenchmarkError: there is no session, or a line is not such an object.
+        ServingBenchmarkError: as ``recorded_prompts``.
+    """
+    by_folder: dict[Path, list[tuple[str, str]]] = defaultdict(list)
+    for path, session, turns in _recorded_turns(folder):
+        prompt, answer = max(turns, key=lambda turn: len(turn[0]))
+        by_folder[path.parent].append((session, prompt + answer))
+    for texts in by_folder.values():
+        random.Random(seed).shuffle(texts)
+    return [text for of_each in zip_longest(*by_folder.values()) for text in of_each if text is not None]
+
+
+def _recorded_turns(folder: Path) -> Iterator[tuple[Path, str, list[tuple[str, str]]]]:
+    """Each session in the folder's JSONL files: its file, prompts and answers in the order of time.
+
+    A line is an object with ``session_id``, ``timestamp``, ``input``, the whole prompt of a turn, and
+    perhaps ``output``.
     """
     paths = sorted(folder.rglob("*.jsonl"))
     if not paths:
         raise ServingBenchmarkError(f"{folder}: no such folder, or no session (*.jsonl) in it")
     for path in paths:
-        prompts: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        found: dict[str, list[tuple[float, str, str]]] = defaultdict(list)
         for number, line in enumerate(path.read_bytes().splitlines(), start=1):
             try:
                 turn = orjson.loads(line)
-                prompts[str(turn["session_id"])].append((float(turn["timestamp"]), str(turn["input"])))
+                found[str(turn["session_id"])].append(
+                    (float(turn["timestamp"]), str(turn["input"]), str(turn.get("output", "")))
+                )
             except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
                 raise ServingBenchmarkError(
                     f"{path}: line {number} has no session_id, timestamp and input: {error}"
                 ) from None
-        for session, of_session in prompts.items():
-            yield session, [text for _, text in sorted(of_session) if text]
+        for session, of_session in found.items():
+            yield path, session, [(prompt, answer) for _, prompt, answer in sorted(of_session)]
 
 
 def cut_conversations(
@@ -140,17 +169,18 @@ def cut_conversations(
 ) -> tuple[Conversation, ...]:
     """Conversations whose messages are pieces of ``texts``, names and what they name, one after the other.
 
-    With the answer to the message before it, a later message adds about ``turn_tokens``. Pieces come from the
-    ends of the texts, since many begin alike; a text is used again, farther from its end, when all were used.
+    With the answer to the message before it, a later message adds about ``turn_tokens``. Lengths of first
+    messages take turns with the texts. Pieces come from the ends of the texts, since many begin alike; a text
+    is used again, farther from its end, when all were used.
 
     Raises:
         ServingBenchmarkError: the texts are too short for so many users.
     """
     assert configuration.turn_tokens is not None
-    later = configuration.turn_tokens - configuration.max_tokens
-    wanted = [configuration.longest_history_tokens, *[later] * (configuration.rounds - 1)]
+    later = [configuration.turn_tokens - configuration.max_tokens] * (configuration.rounds - 1)
     found: dict[int, list[Conversation]] = defaultdict(list)
-    for name, rest in texts:
+    for (name, rest), first in zip(texts, cycle(configuration.history_tokens), strict=False):
+        wanted = [first, *later]
         place = 0
         while rest:
             length = len(rest)
@@ -167,8 +197,9 @@ def cut_conversations(
     chosen = [each for _, of_place in sorted(found.items()) for each in of_place][: configuration.users]
     if len(chosen) < configuration.users:
         raise ServingBenchmarkError(
-            f"the texts are enough for {len(chosen)} conversations of {sum(wanted)} tokens where "
-            f"{configuration.users} users are asked for; give more --data, fewer --users or --turns"
+            f"the texts are enough for {len(chosen)} conversations of "
+            f"{sum(later) + configuration.longest_history_tokens} tokens where {configuration.users} users "
+            "are asked for; give more --data, fewer --users or turns"
         )
     return tuple(chosen)
 

@@ -232,6 +232,42 @@ def rows_of(name: str, turns: Sequence[ComparedTurn], budget: float | None) -> l
     return rows
 
 
+def whole_conversations(
+    name: str, turns: Sequence[ComparedTurn], budget: float | None
+) -> list[dict[str, Any]]:
+    """A row for conversations of each length, and one for all of them.
+
+    A conversation's divergence is the mean over all tokens that its returning turns added. ``up_to``: the
+    power of two that no history is longer than, None for all. ``over``: shares of conversations above so many
+    times the budget.
+    """
+    by_name: dict[str, list[ComparedTurn]] = defaultdict(list)
+    for turn in turns:
+        by_name[turn.conversation].append(turn)
+    by_length: dict[int, list[float]] = defaultdict(list)
+    for own in by_name.values():
+        longest = max(turn.history_tokens for turn in own)
+        kl = sum(turn.kl * turn.new_tokens for turn in own) / sum(turn.new_tokens for turn in own)
+        by_length[1 << (longest - 1).bit_length()].append(kl)
+    of_all = [kl for members in by_length.values() for kl in members]
+    return [
+        {
+            "configuration": name,
+            "up_to": up_to,
+            "conversations": len(members),
+            "kl_median": statistics.median(members),
+            "kl_p95": percentile(members, 0.95),
+            "kl_max": max(members),
+            "over": {
+                str(times): sum(kl > times * budget for kl in members) / len(members)
+                for times in (1, 2, 3)
+                if budget is not None
+            },
+        }
+        for up_to, members in [*sorted(by_length.items()), (None, of_all)]
+    ]
+
+
 def _median(values: Sequence[float | None]) -> float | None:
     """None if a server does not know one of them."""
     known = [value for value in values if value is not None]

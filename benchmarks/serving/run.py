@@ -19,7 +19,7 @@ from benchmarks.serving.bench_serving import (
 )
 from benchmarks.serving.configuration import Configuration
 from benchmarks.serving.conversations import choose_conversations
-from benchmarks.serving.divergence import TOP_TOKENS, ask_and_compare, rows_of
+from benchmarks.serving.divergence import TOP_TOKENS, ask_and_compare, rows_of, whole_conversations
 from benchmarks.serving.load import Answers, play, schedule
 from benchmarks.serving.rows import of_tiers, row, theoretical_hit_rate
 from benchmarks.serving.servers import Counts, Server, check_pool, dtype, host_memory_bytes, make_server
@@ -188,11 +188,15 @@ def _compare(
     turns = ask_and_compare(servers, configuration, conversations, encode, logger.info)
     budgets = {name: configuration.error_budget_of(name) for name in turns}
     rows = [row for name, compared in turns.items() for row in rows_of(name, compared, budgets[name])]
+    whole = [
+        row for name, compared in turns.items() for row in whole_conversations(name, compared, budgets[name])
+    ]
     return {
         "top_tokens": TOP_TOKENS,
         "error_budgets": budgets,
         "bytes_stored": {server.name: server.bytes_stored() for server in servers},
         "rows": rows,
+        "whole_conversations": whole,
         "turns": {name: [asdict(turn) for turn in compared] for name, compared in turns.items()},
     }
 

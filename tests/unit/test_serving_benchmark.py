@@ -104,6 +104,28 @@ def test_a_recorded_session_becomes_its_prompts_that_extend_each_other(tmp_path:
     assert longest_run(["b", "a", "a", "ab", "abc"]) == ["a", "ab", "abc"]
 
 
+def test_recorded_sessions_of_all_folders_are_cut_into_turns(tmp_path: Path) -> None:
+    """With a length of turns, pieces of whole sessions are said, answers among them, folders taking turns."""
+    for folder in "ab":
+        for number in range(3):
+            said = f"{folder}{number} " * 40
+            turn = {"timestamp": 1, "session_id": f"{folder}{number}", "input": said, "output": said}
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / f"{number}.jsonl").write_bytes(
+                b"\n".join(map(orjson.dumps, (turn, {**turn, "timestamp": 2, "input": "", "output": "no"})))
+            )
+    lengths = {"turn_tokens": 12, "max_tokens": 2, "history_tokens": (10, 40)}
+    asked = configuration(data=tmp_path, users=6, rounds=3, **lengths)
+    found = choose_conversations(asked, count_words)
+    assert [each.conversation_id[0] for each in found] == ["a", "b"] * 3
+    assert {each.conversation_id for each in found} == {f"{folder}{n}-0" for folder in "ab" for n in range(3)}
+    for each, first in zip(found, (10, 40) * 3, strict=True):
+        words = [turn.text.split() for turn in each.turns]
+        assert {word for of_turn in words for word in of_turn[1:-1]} == {each.conversation_id[:2]}
+        assert [len(of_turn) for of_turn in words] == pytest.approx([first, 10, 10], abs=2)
+    assert choose_conversations(asked, count_words) == found
+
+
 def test_unusable_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ServingBenchmarkError, match="no session"):
         choose_conversations(configuration(data=tmp_path), count_words)

@@ -17,6 +17,7 @@ from benchmarks.serving.divergence import (
     common_length,
     divergences,
     rows_of,
+    whole_conversations,
 )
 from benchmarks.serving.servers import Server
 from benchmarks.serving.tables import turns_table
@@ -206,6 +207,25 @@ def test_a_row_is_a_turn_of_all_conversations() -> None:
     (native,) = rows_of("native", [compared("a", 2, expected=None, spent=None)], None)
     assert (native["expected"], native["spent"]) == (None, None)
     assert "keeps_budget" not in native
+
+
+def test_conversations_of_a_length_are_counted_by_how_far_they_are_over_the_budget() -> None:
+    turns = [
+        # In the mean of its tokens within the budget.
+        compared("a", 2, kl=0.001, new_tokens=300),
+        compared("a", 3, kl=0.03, new_tokens=60, history_tokens=256),
+        compared("b", 2, kl=0.021, history_tokens=200),
+        compared("c", 2, kl=0.04, history_tokens=257),
+    ]
+    short, longer, every = whole_conversations("compressed", turns, 0.01)
+    assert (short["up_to"], longer["up_to"], every["up_to"]) == (256, 512, None)
+    assert (short["conversations"], longer["conversations"], every["conversations"]) == (2, 1, 3)
+    assert short["kl_median"] == pytest.approx((2.1 / 360 + 0.021) / 2)
+    assert (short["kl_max"], longer["kl_max"], every["kl_max"]) == (0.021, 0.04, 0.04)
+    assert short["over"] == {"1": 0.5, "2": 0.5, "3": 0}
+    assert longer["over"] == {"1": 1, "2": 1, "3": 1}
+    assert every["over"] == pytest.approx({"1": 2 / 3, "2": 2 / 3, "3": 1 / 3})
+    assert whole_conversations("native", turns, None)[0]["over"] == {}
 
 
 def test_the_page_shows_every_turn_of_every_server() -> None:
