@@ -75,6 +75,34 @@ def turns_table(result: Result, path: Path) -> str:
     return f"{_heading(result)}\n\n{table_of(divergence.COLUMNS, rows)}\n\n{' '.join(notes)}"
 
 
+def budget_table(result: Result, path: Path) -> str:
+    """How far conversations of each length are over the server's error budget."""
+    columns: Columns = {
+        "longest history": lambda row: "all" if row["up_to"] is None else f"up to {row['up_to']}",
+        "conversations": cell("conversations"),
+        "KL, median": cell("kl_median", "{:.5f}"),
+        "95%": cell("kl_p95", "{:.5f}"),
+        "largest": cell("kl_max", "{:.5f}"),
+        "over 1x, 2x, 3x": cell("over", lambda over: ", ".join(f"{share:.0%}" for share in over.values())),
+    }
+    configuration = result["configuration"]
+    (name, budget), *_ = result["error_budgets"].items()
+    rows = [row for row in result["whole_conversations"] if row["configuration"] == name]
+    by_turn = [row for row in result["rows"] if row["configuration"] == name]
+    first, *_, last = by_turn
+    notes = (
+        "KL of a conversation: mean over all tokens that its returning turns add, about",
+        f"{first['new_tokens']:.0f} each, a lower bound: of the probability at most",
+        f"{max(row['unlisted'] for row in by_turn):.1%} is not compared token by token. over: conversations",
+        f"above so many times the budget of {budget:g} nats. Mean KL of turn {first['turn']}:",
+        f"{first['kl_mean']:.5f}, of turn {last['turn']}: {last['kl_mean']:.5f}; the server expected",
+        f"{first['expected']:.5f} and {last['expected']:.5f} (medians).",
+        f"{_options(configuration['krul_options'] | configuration['compressed_options'])}.",
+        machine(result, path),
+    )
+    return f"{_heading(result)}\n\n{table_of(columns, rows)}\n\n{' '.join(notes)}"
+
+
 def shown(result: Result, rows: str, path: Path) -> str:
     """A table between its heading and its notes."""
     configuration, first = result["configuration"], result["rows"][0]

@@ -32,6 +32,7 @@ from krul_sglang.engine.budget.correction import HISTORIES_TO_LOOSEN, kind_of_te
 from krul_sglang.learning.command import NUM_PIECES, cut_pieces, learn_to_files, own_texts
 from krul_sglang.models.checkpoint import Checkpoint
 from krul_sglang.models.find import REFERENCE_MODEL
+from tests.support.faulty_server import FAULTS
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     STRICT,
@@ -276,6 +277,25 @@ def test_what_two_ranks_restore_diverges_by_less_than_the_default_budget(
         divergence = [turn.kl for turn in restored]
         assert sum(kl > LOSSY for kl in divergence) > len(restored) / 2
         assert LOSSY < statistics.fmean(divergence) < KrulConfig().error_budget
+        assert_nothing_left_behind(server)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_decoded_wrong_is_far_over_the_budget(
+    control: ServerProcess, tmp_path: Path, fault: str
+) -> None:
+    """The other tests would show a fault by what they measure. The server's own probes do, too."""
+    chats = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=6, turns=2)
+    learn(REFERENCE_MODEL, tmp_path)
+    args = bases_server_args(DIVERGENCE_POOL, tmp_path, error_budget=ERROR_BUDGET, probe_share=1)
+    server = ServerProcess(REFERENCE_MODEL, args=args, env={**STRICT, "FAULT": fault})
+    server.command[server.command.index("sglang.launch_server")] = "tests.support.faulty_server"
+    with server:
+        restored = restored_turns(control, server, chats)
+        assert restored
+        assert restored[0].kl > 3 * ERROR_BUDGET
+        budget = settled_stats(server)["compression"]["budget"]
+        assert budget["correction"]["varied"]["factor"] > 3
         assert_nothing_left_behind(server)
 
 

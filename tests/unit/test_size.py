@@ -27,9 +27,9 @@ LIMITS = {
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         16_660,
     ),
-    "benchmarks": (("benchmarks",), 10_560),
-    "tests": (("tests",), 63_870),
-    "tests/support": (("tests/support",), 6_110),
+    "benchmarks": (("benchmarks",), 10_570),
+    "tests": (("tests",), 63_930),
+    "tests/support": (("tests/support",), 6_160),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 
