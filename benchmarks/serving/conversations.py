@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, cycle, pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 
 import orjson
@@ -169,31 +169,27 @@ def cut_conversations(
 ) -> tuple[Conversation, ...]:
     """Conversations whose messages are pieces of ``texts``, names and what they name, one after the other.
 
-    With the answer to the message before it, a later message adds about ``turn_tokens``. Lengths of first
-    messages take turns with the texts. Pieces come from the ends of the texts, since many begin alike; a text
-    is used again, farther from its end, when all were used.
+    With the answer to the message before it, a later message adds about ``turn_tokens``. A text has first
+    messages of that length which was used least lately, and which it is long enough for. Pieces come from the
+    ends of the texts, since many begin alike; a text is used again, farther from its end, when all were used.
 
     Raises:
         ServingBenchmarkError: the texts are too short for so many users.
     """
     assert configuration.turn_tokens is not None
     later = [configuration.turn_tokens - configuration.max_tokens] * (configuration.rounds - 1)
+    lengths = [*configuration.history_tokens]
     found: dict[int, list[Conversation]] = defaultdict(list)
-    for (name, rest), first in zip(texts, cycle(configuration.history_tokens), strict=False):
-        wanted = [first, *later]
-        place = 0
-        while rest:
-            length = len(rest)
-            for _ in range(2):
-                # What is cut has a mean length of a token that is not that of the whole text.
-                length = math.ceil(sum(wanted) * length / count_tokens(_as_prompt(rest[-length:])))
-            if length > len(rest):
+    for name, text in texts:
+        for first in lengths:
+            pieces = [*_pieces(text, [first, *later], count_tokens)]
+            if pieces:
+                # The others come first now.
+                lengths.remove(first)
+                lengths.append(first)
                 break
-            ends = [length * tokens // sum(wanted) for tokens in accumulate(wanted, initial=0)]
-            piece = rest[-length:]
-            turns = (UserTurn(piece[start:end]) for start, end in pairwise(ends))
-            found[place].append(Conversation(f"{name}-{place}", tuple(turns)))
-            rest, place = rest[:-length], place + 1
+        for place, turns in enumerate(pieces):
+            found[place].append(Conversation(f"{name}-{place}", turns))
     chosen = [each for _, of_place in sorted(found.items()) for each in of_place][: configuration.users]
     if len(chosen) < configuration.users:
         raise ServingBenchmarkError(
@@ -202,6 +198,21 @@ def cut_conversations(
             "are asked for; give more --data, fewer --users or turns"
         )
     return tuple(chosen)
+
+
+def _pieces(text: str, wanted: Sequence[int], count_tokens: CountTokens) -> Iterator[tuple[UserTurn, ...]]:
+    """Messages of about so many tokens each, as often as the text has so many, from its end on."""
+    while text:
+        length = len(text)
+        for _ in range(2):
+            # What is cut has a mean length of a token that is not that of the whole text.
+            length = math.ceil(sum(wanted) * length / count_tokens(_as_prompt(text[-length:])))
+        if length > len(text):
+            return
+        ends = [length * tokens // sum(wanted) for tokens in accumulate(wanted, initial=0)]
+        piece = text[-length:]
+        yield tuple(UserTurn(piece[start:end]) for start, end in pairwise(ends))
+        text = text[:-length]
 
 
 def longest_run(prompts: list[str]) -> list[str]:

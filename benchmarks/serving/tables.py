@@ -56,7 +56,8 @@ def lengths_table(result: Result, path: Path) -> str:
 
 
 def turns_table(result: Result, path: Path) -> str:
-    """What restored turns predict against a server that never evicts, by the number of the turn."""
+    """What restored turns predict against a server that never evicts, by the number of the turn; and how far
+    whole conversations of each length are over the budget."""
     configuration, rows = result["configuration"], result["rows"]
     budgets = [f"{name} {each:g} nats" for name, each in result["error_budgets"].items() if each is not None]
     given = configuration["krul_options"] | configuration["compressed_options"]
@@ -69,38 +70,24 @@ def turns_table(result: Result, path: Path) -> str:
         f"Budget: {', '.join(budgets) or 'none'}; kept if the median conversation is within it, and 95%",
         f"within {divergence.P95_OVER_BUDGET:g} times it. restored: share of the history that came from",
         "the host (not: conversations of which at most half did); expected: by the server itself.",
-        f"Small pool: {configuration['device_tokens']} tokens. {_options(given)}.",
-        machine(result, path),
+        f"Small pool: {configuration['device_tokens']} tokens. {_options(given)}. Whole conversations:",
+        f"mean over all tokens that returning turns add. {machine(result, path)}",
     )
-    return f"{_heading(result)}\n\n{table_of(divergence.COLUMNS, rows)}\n\n{' '.join(notes)}"
+    tables = table_of(divergence.COLUMNS, rows), table_of(_WHOLE, result["whole_conversations"])
+    return "\n\n".join((_heading(result), *tables, " ".join(notes)))
 
 
-def budget_table(result: Result, path: Path) -> str:
-    """How far conversations of each length are over the server's error budget."""
-    columns: Columns = {
-        "longest history": lambda row: "all" if row["up_to"] is None else f"up to {row['up_to']}",
-        "conversations": cell("conversations"),
-        "KL, median": cell("kl_median", "{:.5f}"),
-        "95%": cell("kl_p95", "{:.5f}"),
-        "largest": cell("kl_max", "{:.5f}"),
-        "over 1x, 2x, 3x": cell("over", lambda over: ", ".join(f"{share:.0%}" for share in over.values())),
-    }
-    configuration = result["configuration"]
-    (name, budget), *_ = result["error_budgets"].items()
-    rows = [row for row in result["whole_conversations"] if row["configuration"] == name]
-    by_turn = [row for row in result["rows"] if row["configuration"] == name]
-    first, *_, last = by_turn
-    notes = (
-        "KL of a conversation: mean over all tokens that its returning turns add, about",
-        f"{first['new_tokens']:.0f} each, a lower bound: of the probability at most",
-        f"{max(row['unlisted'] for row in by_turn):.1%} is not compared token by token. over: conversations",
-        f"above so many times the budget of {budget:g} nats. Mean KL of turn {first['turn']}:",
-        f"{first['kl_mean']:.5f}, of turn {last['turn']}: {last['kl_mean']:.5f}; the server expected",
-        f"{first['expected']:.5f} and {last['expected']:.5f} (medians).",
-        f"{_options(configuration['krul_options'] | configuration['compressed_options'])}.",
-        machine(result, path),
-    )
-    return f"{_heading(result)}\n\n{table_of(columns, rows)}\n\n{' '.join(notes)}"
+_WHOLE: Columns = {
+    "whole conversations": cell("configuration"),
+    "longest history": lambda row: "all" if row["up_to"] is None else f"up to {row['up_to']}",
+    "conversations": cell("conversations"),
+    "KL, median": cell("kl_median", "{:.5f}"),
+    "95%": cell("kl_p95", "{:.5f}"),
+    "largest": cell("kl_max", "{:.5f}"),
+    "over 1x, 2x, 3x of the budget": cell(
+        "over", lambda over: ", ".join(f"{share:.0%}" for share in over.values()) or "-"
+    ),
+}
 
 
 def shown(result: Result, rows: str, path: Path) -> str:

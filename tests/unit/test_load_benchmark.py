@@ -81,6 +81,14 @@ def test_texts_are_cut_from_their_ends_into_turns_of_the_lengths_asked_for() -> 
         cut_conversations(texts, configuration(users=4), count_letters)
 
 
+def test_a_text_has_the_length_whose_turn_it_is_and_that_it_has_enough_for() -> None:
+    asked = configuration(users=5, history_tokens=(40, 100))
+    texts = [(name, name * length) for name, length in zip("abcde", (60, 60, 130, 130, 130), strict=True)]
+    found = cut_conversations(texts, asked, count_letters)
+    lengths = [len(each.turns[0].text) for each in found if each.conversation_id[-1] == "0"]
+    assert lengths == pytest.approx([40, 40, 100, 40, 100], abs=1)
+
+
 def test_data_are_the_longest_prompts_of_sessions_and_the_default_is_bundled(tmp_path: Path) -> None:
     lines = [
         {"session_id": session, "timestamp": number, "input": text, "output": "o"}

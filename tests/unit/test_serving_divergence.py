@@ -230,10 +230,8 @@ def test_conversations_of_a_length_are_counted_by_how_far_they_are_over_the_budg
 
 def test_the_page_shows_every_turn_of_every_server() -> None:
     configuration = Configuration("models/smollm2", servers=("device", "compressed"))
-    rows = [
-        *rows_of("compressed", [compared("a", 2), compared("b", 2, host_tokens=0)], 0.01),
-        *rows_of("native", [compared("a", 2, kl=0.0, expected=None, spent=None)], None),
-    ]
+    compressed = [compared("a", 2), compared("b", 2, host_tokens=0)]
+    native = [compared("a", 2, kl=0.0, expected=None, spent=None)]
     result = {
         "configuration": {**configuration.to_json(), "dtype": "float32", "total_tokens": 9},
         "machine": {"cpu": "a CPU", "cores": 2},
@@ -241,11 +239,17 @@ def test_the_page_shows_every_turn_of_every_server() -> None:
         "duration_s": 60.0,
         "top_tokens": 256,
         "error_budgets": {"compressed": 0.01, "native": None},
-        "rows": rows,
+        "rows": [*rows_of("compressed", compressed, 0.01), *rows_of("native", native, None)],
+        "whole_conversations": [
+            *whole_conversations("compressed", [*compressed, compared("c", 2, kl=0.025)], 0.01),
+            *whole_conversations("native", native, None),
+        ],
     }
     lines = turns_table(result, RESULTS / "serving-turns-cpu.json").splitlines()
     kl = "0.00400 | 0.00400 | 0.00400 | 0.00500"
     assert f"| compressed | 2 | 100 | 40%, 1 not | {kl} | +0.0010 | 90.0% | yes |" in lines
     assert "| native | 2 | 100 | 80% | 0.00000 | 0.00000 | 0.00000 | - | +0.0010 | 90.0% | - |" in lines
+    assert "| compressed | up to 128 | 3 | 0.00400 | 0.02500 | 0.02500 | 33%, 33%, 0% |" in lines
+    assert "| native | all | 1 | 0.00000 | 0.00000 | 0.00000 | - |" in lines
     assert "serving-turns-cpu.json" in lines[-1]
     assert "Budget: compressed 0.01 nats;" in lines[-1]

@@ -27,8 +27,8 @@ LIMITS = {
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         16_660,
     ),
-    "benchmarks": (("benchmarks",), 10_570),
-    "tests": (("tests",), 63_930),
+    "benchmarks": (("benchmarks",), 10_560),
+    "tests": (("tests",), 63_940),
     "tests/support": (("tests/support",), 6_160),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
