@@ -92,7 +92,7 @@ def make_serving_parser(name: str, description: str, defaults: Configuration) ->
         to="history_tokens",
         type=numbers,
     )
-    add("--turn-tokens", "tokens of later messages that are generated, instead of short questions", type=int)
+    add("--turn-tokens", "of later messages, not short questions; with --data, of whole sessions", type=int)
     add("--users", "conversations", type=int)
     add("--rounds", "turns of each", type=int)
     add("--rate", "Poisson arrivals per second in a round, instead of one request at a time", type=float)

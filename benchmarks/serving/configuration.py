@@ -46,7 +46,7 @@ class Configuration:
         history_tokens: lengths of the first prompts of generated conversations, which take turns with them;
             of recorded ones prompts up to the longest of these are taken.
         turn_tokens: about so many tokens has each later message of a generated conversation; None asks a
-            short question.
+            short question. Recorded sessions are cut into such messages, whole; None takes their prompts.
         users: conversations. ``rounds``: turns of each.
         rate: mean arrivals per second of the turns of a round; None sends one request at a time.
         rotates: each conversation asks its next turn as soon as the last was answered and thought about, so

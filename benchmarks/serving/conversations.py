@@ -154,7 +154,7 @@ def _recorded_turns(folder: Path) -> Iterator[tuple[Path, str, list[tuple[str, s
             try:
                 turn = orjson.loads(line)
                 found[str(turn["session_id"])].append(
-                    (float(turn["timestamp"]), str(turn["input"]), str(turn.get("output", "")))
+                    (float(turn["timestamp"]), str(turn["input"]), str(turn.get("output") or ""))
                 )
             except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
                 raise ServingBenchmarkError(

@@ -187,10 +187,10 @@ def _compare(
     """Rows of what each server's predictions are worth, and every turn."""
     turns = ask_and_compare(servers, configuration, conversations, encode, logger.info)
     budgets = {name: configuration.error_budget_of(name) for name in turns}
-    rows = [row for name, compared in turns.items() for row in rows_of(name, compared, budgets[name])]
-    whole = [
-        row for name, compared in turns.items() for row in whole_conversations(name, compared, budgets[name])
-    ]
+    rows, whole = [], []
+    for name, compared in turns.items():
+        rows += rows_of(name, compared, budgets[name])
+        whole += whole_conversations(name, compared, budgets[name])
     return {
         "top_tokens": TOP_TOKENS,
         "error_budgets": budgets,
