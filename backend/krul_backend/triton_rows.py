@@ -40,14 +40,19 @@ def _copy(
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def copy_rows(
     starts, slots, num_tokens, block, k_buffer, k_stride, k_size, v_buffer, v_stride, v_size,
-    to_pool: tl.constexpr, unit: tl.constexpr, num_program_tokens: tl.constexpr,
+    to_pool: tl.constexpr, is_wide: tl.constexpr, unit: tl.constexpr, num_program_tokens: tl.constexpr,
     num_program_numbers: tl.constexpr,
 ):  # fmt: skip
     """Copy the keys of some tokens, ``k_size`` numbers each, or their values in the second row of programs.
 
     Token ``t`` is row ``slots[t]`` of the buffers. In ``block`` its keys begin at number ``unit * starts[0,
-    t]``, and its values at ``unit * starts[1, t]``.
+    t]``, and its values at ``unit * starts[1, t]``. All bytes are read as numbers of 64 bits if ``is_wide``,
+    or else as the buffers' own.
     """
+    if is_wide:
+        k_buffer = k_buffer.to(tl.pointer_type(tl.int64), bitcast=True)
+        v_buffer = v_buffer.to(tl.pointer_type(tl.int64), bitcast=True)
+    block = block.to(k_buffer.dtype, bitcast=True)
     is_value = tl.program_id(1)
     token = tl.program_id(0) * num_program_tokens + tl.arange(0, num_program_tokens)
     is_token = token < num_tokens
@@ -63,20 +68,27 @@ def move_launch(
     starts: torch.Tensor, unit_bytes: int, block: torch.Tensor, k_buffer: torch.Tensor,
     v_buffer: torch.Tensor, slots: torch.Tensor, *, to_pool: bool,
 ) -> tuple[tuple[int, int], dict[str, Any]]:  # fmt: skip
-    """Grid and arguments of ``copy_rows``; see ``move_rows``."""
+    """Grid and arguments of ``copy_rows``; see ``move_rows``. No operation of torch is called: each would
+    give the GIL back, and wait for it beside a forward."""
     # As the widest numbers that fit.
-    number = torch.int64 if unit_bytes % 8 == 0 else k_buffer.dtype
-    k_rows, v_rows = (buffer.view(len(buffer), -1).view(number) for buffer in (k_buffer, v_buffer))
-    largest = triton.next_power_of_2(max(k_rows.shape[1], v_rows.shape[1]))
+    is_wide, item_bytes = unit_bytes % 8 == 0, k_buffer.itemsize
+    number_bytes = 8 if is_wide else item_bytes
+    (k_size, k_stride), (v_size, v_stride) = (
+        (heads * dim * item_bytes // number_bytes, buffer.stride(0) * item_bytes // number_bytes)
+        for buffer in (k_buffer, v_buffer)
+        for _, heads, dim in (buffer.shape,)
+    )
+    num_tokens = slots.shape[0]
     arguments = {
-        "starts": starts, "slots": slots, "num_tokens": len(slots), "block": block.view(number),
-        "k_buffer": k_rows, "k_stride": k_rows.stride(0), "k_size": k_rows.shape[1],
-        "v_buffer": v_rows, "v_stride": v_rows.stride(0), "v_size": v_rows.shape[1],
-        "to_pool": to_pool, "unit": unit_bytes // number.itemsize,
-        "num_program_tokens": _PROGRAM_TOKENS, "num_program_numbers": min(_MOST_NUMBERS, largest),
+        "starts": starts, "slots": slots, "num_tokens": num_tokens, "block": block,
+        "k_buffer": k_buffer, "k_stride": k_stride, "k_size": k_size,
+        "v_buffer": v_buffer, "v_stride": v_stride, "v_size": v_size,
+        "to_pool": to_pool, "is_wide": is_wide, "unit": unit_bytes // number_bytes,
+        "num_program_tokens": _PROGRAM_TOKENS,
+        "num_program_numbers": min(_MOST_NUMBERS, triton.next_power_of_2(max(k_size, v_size))),
         "num_warps": 4,
     }  # fmt: skip
-    return (triton.cdiv(len(slots), _PROGRAM_TOKENS), 2), arguments
+    return (triton.cdiv(num_tokens, _PROGRAM_TOKENS), 2), arguments
 
 
 def move_rows(

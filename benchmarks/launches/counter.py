@@ -298,9 +298,10 @@ class _Kernel:
 
 def _copy_rows(given: Mapping[str, Any]) -> None:
     """What the kernel ``copy_rows`` does."""
-    block, slots = given["block"], given["slots"]
+    slots, number = given["slots"], torch.int64 if given["is_wide"] else given["k_buffer"].dtype
+    block = given["block"].view(number)
     for starts, part in zip(given["starts"] * given["unit"], "kv", strict=True):
-        rows = given[f"{part}_buffer"]
+        rows = given[f"{part}_buffer"].flatten(1).view(number)
         numbers = starts[:, None] + torch.arange(rows.shape[1])
         if given["to_pool"]:
             rows[slots] = block[numbers]

@@ -382,14 +382,22 @@ def test_layers_become_ready_one_after_another(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("device", "numbers"),
-    [pytest.param(CPU, [0, 0, 0, 0], id="cpu"), pytest.param(StrictDevice(), [2, 9, 15, 8], id="strict")],
+    ("device", "num_blocks", "numbers"),
+    [
+        pytest.param(CPU, 1, [0, 0, 0, 0], id="cpu"),
+        pytest.param(StrictDevice(), 1, [2, 257, 263, 8], id="strict"),
+        pytest.param(StrictDevice(), 20, [2, 13, 19, 8], id="strict-20"),
+        pytest.param(StrictDevice(), 100, [2, 9, 15, 8], id="strict-100"),
+    ],
 )
-def test_few_layers_are_announced_at_first_and_then_many(device: Device, numbers: list[int]) -> None:
-    """On a CPU a layer is checked when it is needed."""
+def test_few_layers_are_announced_at_first_and_then_many(
+    device: Device, num_blocks: int, numbers: list[int]
+) -> None:
+    """On a CPU a layer is checked when it is needed. Elsewhere layers of few blocks are announced at once."""
     with rig_of(device=device) as rig:
         found = [rig.checks.num_layers_ahead(0)]
-        rig.check(in_dram(), 0)
+        source = in_dram()
+        rig.begin([whole(replace(source, segment_id=number), 0) for number in range(num_blocks)])
         found += [rig.checks.num_layers_ahead(num_announced) for num_announced in (1, 7, 8)]
     assert found == numbers
 

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -536,17 +536,28 @@ def test_loads_wait_for_what_the_engine_still_does_with_their_slots(
     assert strict.module.pageable_copies == 0
 
 
-@pytest.mark.parametrize(("bytes_together", "num_copied"), [(0, [1, 2, 3]), (MAX_BYTES_TOGETHER, [1, 3, 3])])
+@pytest.mark.parametrize(
+    ("bytes_together", "num_copied", "num_pieces"),
+    [(0, [1, 2, 3], [1, 1, 1]), (MAX_BYTES_TOGETHER, [1, 3, 3], [1, 2])],
+)
 def test_layers_wait_for_their_own_load_and_what_is_copied_with_it(
     strict: StrictDevice,
     strict_rig: Rig,
     monkeypatch: pytest.MonkeyPatch,
     bytes_together: int,
     num_copied: list[int],
+    num_pieces: list[int],
 ) -> None:
-    """Only small layers, which have been checked, are copied together, and never with the first one."""
+    """Only small layers, which have been checked, are copied by one call, and never with the first one."""
+    pieces, upload_each = list[int](), strict.upload_each
+
+    def count(hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        pieces.append(len(hosts))
+        upload_each(hosts, targets)
+
+    monkeypatch.setattr(strict, "upload_each", count)
     monkeypatch.setattr(loading, "MAX_BYTES_TOGETHER", bytes_together)
-    monkeypatch.setattr(BlockChecks, "are_done", lambda checks, blocks: checks.wait(blocks) is None)
+    monkeypatch.setattr(BlockChecks, "are_right", lambda checks, blocks: checks.wait(blocks) is None)
     forward = strict.new_stream()
     index = strict_rig.start(FIRST_SLOTS)
     with strict.on_stream(forward):
@@ -566,6 +577,7 @@ def test_layers_wait_for_their_own_load_and_what_is_copied_with_it(
             uploads_before[entry.event] = num_uploads
     # One block for each layer, and behind those that are copied together their event.
     assert [uploads_before[event] for event in events] == num_copied
+    assert pieces == num_pieces
 
 
 def test_threads_hand_the_gil_over_sooner_while_a_load_runs(strict_rig: Rig) -> None:

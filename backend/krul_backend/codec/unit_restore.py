@@ -172,7 +172,8 @@ class _CodedUnit(TailGroup):
 
 
 class _NativeGroup(TailGroup):
-    """Natively stored tails: one copy for each, back to back, then all go to their slots together."""
+    """Natively stored tails of a layer: one copy for each, back to back and behind those of layers that are
+    fetched with it, then all go to their slots together."""
 
     def __init__(
         self,
@@ -190,9 +191,15 @@ class _NativeGroup(TailGroup):
 
     def fetch(self, device: Device, later: Sequence[TailGroup] = ()) -> None:
         if self._bytes is None:
-            self._bytes = device.upload_joined(
-                [reader.end_of_block(self._layer, num_bytes) for reader, num_bytes in self._tails]
-            )
+            alike = [group for group in later if isinstance(group, _NativeGroup) and group._bytes is None]
+            groups = [self, *alike]
+            tails = [(group._layer, *tail) for group in groups for tail in group._tails]
+            joined = device.upload_joined([reader.end_of_block(layer, size) for layer, reader, size in tails])
+            # Copied at once: each operation gives the GIL back, and waits for it beside a forward.
+            sizes = [group._rows.num_bytes for group in groups]
+            parts = torch.split(joined, sizes) if alike else [joined]
+            for group, part in zip(groups, parts, strict=True):
+                group._bytes = part
 
     def restore(self, pool: KVBuffers) -> None:
         assert self._bytes is not None

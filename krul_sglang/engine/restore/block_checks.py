@@ -34,10 +34,10 @@ class LayerBlock(NamedTuple):
 _NUM_THREADS = 8
 _NUM_WAITING = 4
 """Threads of each batch for what comes from lower tiers."""
-_FIRST_LAYERS, _LAYERS_AHEAD = 2, 8
-"""Layers that bring new blocks: those that are announced first, and how many more whenever fewer are ahead.
-Enough to keep the checking threads busy, and few enough that the first copy does not wait while thousands of
-blocks are announced."""
+_FIRST_LAYERS, _LAYERS_AHEAD, _BLOCKS_AHEAD = 2, 8, 256
+"""Layers that bring new blocks: those that are announced first, and how many more whenever fewer are ahead,
+or all that bring so many blocks. Enough to keep the checking threads busy, and few enough that no copy
+waits while thousands of blocks are announced."""
 
 
 class DamagedBlockError(KrulError):
@@ -93,6 +93,7 @@ class BlockChecks:
         self._report_damage = report_damage
         self._announced: dict[tuple[int, int, int], LayerBlock] = {}
         self._checks: dict[tuple[int, int, int], tuple[_Checks, int]] = {}
+        self._most_blocks = 1
         self._reported, self._reporting = set[int](), Lock()
         self._is_closed = False
         self._workers: Executor
@@ -110,14 +111,17 @@ class BlockChecks:
             return 0
         if not self._checks:
             return _FIRST_LAYERS
-        return num_announced + (_LAYERS_AHEAD if num_announced < _LAYERS_AHEAD else 0)
+        num_more = max(_LAYERS_AHEAD, _BLOCKS_AHEAD // self._most_blocks)
+        return num_announced + (num_more if num_announced < _LAYERS_AHEAD else 0)
 
     def announce(self, blocks: Iterable[LayerBlock]) -> bool:
         """Have blocks checked after the next ``start``, without those that were announced before. Returns
         whether there are any."""
         num_before = len(self._announced)
         self._announced.update((block.key, block) for block in blocks if block.key not in self._checks)
-        return len(self._announced) > num_before
+        num_new = len(self._announced) - num_before
+        self._most_blocks = max(self._most_blocks, num_new)
+        return num_new > 0
 
     def start(self) -> None:
         """Start to check what has been announced."""
@@ -154,6 +158,10 @@ class BlockChecks:
     def are_done(self, blocks: Iterable[LayerBlock]) -> bool:
         """Say whether all checks of these announced blocks have ended, well or not."""
         return all(checks.have_ended(end) for checks, end in self._ends(blocks).items())
+
+    def are_right(self, blocks: Iterable[LayerBlock]) -> bool:
+        """Say whether these announced blocks have been found to be what was committed."""
+        return all(checks.is_right[:end].all() for checks, end in self._ends(blocks).items())
 
     def are_near(self, blocks: Iterable[LayerBlock]) -> bool:
         """Say whether no announced block of these has to come from a lower tier: they are checked soon."""

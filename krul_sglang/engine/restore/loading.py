@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import torch
@@ -355,8 +355,9 @@ class LayerWiseLoader:
                         for event in free:
                             self._device.wait_for(event)
                     brings_blocks.popleft()
-                    of_layer, later = groups.popleft(), [*chain.from_iterable(groups)]
-                    if not self._load_layer(batch, of_layer, later, readers, checks, pool):
+                    of_layer, num_more = groups.popleft(), num_together - 1 if number == layer else 0
+                    with_it = [*chain.from_iterable(islice(groups, num_more))] or _decoded_early(groups)
+                    if not self._load_layer(batch, of_layer, with_it, readers, checks, pool):
                         return False
                     if is_moved and not self._rotate_keys(batch, number):
                         return False
@@ -383,7 +384,7 @@ class LayerWiseLoader:
             blocks = [block for group in of_layer for block in group.blocks]
             num_bytes += sum(block.num_bytes for block in blocks)
             is_copied = not any(group.is_decoded or group.decodes_early for group in of_layer)
-            if not is_copied or num_bytes > MAX_BYTES_TOGETHER or not checks.are_done(blocks):
+            if not is_copied or num_bytes > MAX_BYTES_TOGETHER or not checks.are_right(blocks):
                 return max(1, number)
         return max(1, len(groups))
 
@@ -429,9 +430,9 @@ class LayerWiseLoader:
         num_bytes = 0
         for number, group in enumerate(groups):
             num_bytes += sum(block.num_bytes for block in group.blocks)
-            if num_bytes > MAX_STAGED_BYTES or not checks.are_done(group.blocks):
+            if num_bytes > MAX_STAGED_BYTES or not checks.are_right(group.blocks):
                 return
-            self._fetch(batch, group, groups[number + 1 :], readers, checks)
+            self._fetch(batch, group, _decoded_early([groups[number + 1 :]]), readers, checks)
 
     def _fetch(
         self,
@@ -441,9 +442,9 @@ class LayerWiseLoader:
         readers: Sequence[SegmentReader],
         checks: BlockChecks,
     ) -> None:
-        """Copy a group to the device, and of later ones in memory what is decoded with it. A block that
-        several layers need passes the link once."""
-        together = [each for each in later if group.decodes_early and each.decodes_early]
+        """Copy a group to the device, and of later ones in memory what is copied or decoded with it. A block
+        that several layers need passes the link once."""
+        together = [each for each in later if each.decodes_early == group.decodes_early]
         together = [each for each in together if checks.are_near(each.blocks)]
         for each in together:
             checks.wait(each.blocks)
@@ -462,7 +463,8 @@ class LayerWiseLoader:
         checks: BlockChecks,
         pool: DevicePool,
     ) -> bool:
-        """Group after group, so that the device holds the blocks of few; False if given up."""
+        """Group after group, so that the device holds the blocks of few; False if given up. ``later``: groups
+        of other layers that may be fetched with these."""
         for group in groups:
             checks.wait(group.blocks)
             self._fetch(batch, group, later, readers, checks)
@@ -492,6 +494,10 @@ class LayerWiseLoader:
 def _num_read(readers: Iterable[SegmentReader]) -> int:
     """Bytes that were read of these segments so far."""
     return sum(reader.num_bytes for reader in readers)
+
+
+def _decoded_early(groups: Iterable[Sequence[TailGroup]]) -> list[TailGroup]:
+    return [group for of_layer in groups for group in of_layer if group.decodes_early]
 
 
 def _any_decoded(loads: Sequence[Load]) -> bool:
