@@ -71,13 +71,13 @@ def move_launch(
     """Grid and arguments of ``copy_rows``; see ``move_rows``. No operation of torch is called: each would
     give the GIL back, and wait for it beside a forward."""
     # As the widest numbers that fit.
-    is_wide, item_bytes = unit_bytes % 8 == 0, k_buffer.itemsize
+    item_bytes = k_buffer.itemsize
+    buffers = k_buffer, v_buffer
+    multiples = [step * item_bytes for each in buffers for step in (each.stride(0), each.storage_offset())]
+    is_wide = not any(num_bytes % 8 for num_bytes in (unit_bytes, *multiples))
     number_bytes = 8 if is_wide else item_bytes
-    (k_size, k_stride), (v_size, v_stride) = (
-        (heads * dim * item_bytes // number_bytes, buffer.stride(0) * item_bytes // number_bytes)
-        for buffer in (k_buffer, v_buffer)
-        for _, heads, dim in (buffer.shape,)
-    )
+    k_size, v_size = (each.shape[1] * each.shape[2] * item_bytes // number_bytes for each in buffers)
+    k_stride, v_stride = (each.stride(0) * item_bytes // number_bytes for each in buffers)
     num_tokens = slots.shape[0]
     arguments = {
         "starts": starts, "slots": slots, "num_tokens": num_tokens, "block": block,

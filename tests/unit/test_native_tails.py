@@ -110,6 +110,22 @@ if IS_INTERPRETED:
         blocks = [dict(codec.native.encode(run, plan).blocks)[0] for run in (as_read, in_pool)]
         assert torch.equal(*blocks)
 
+    @pytest.mark.parametrize("padding", [1, 3, 4])
+    def test_rows_lie_at_any_number_of_wider_ones(padding: int) -> None:
+        """Where rows do not all begin at a multiple of 8 bytes, they are copied number by number."""
+        from krul_backend.triton_rows import move_rows
+
+        block = torch.randint(0, 256, (5, 2, 32), dtype=torch.uint8)
+        starts = torch.arange(10).view(5, 2).T.contiguous() * 4
+        wider = torch.zeros(2, 9, padding + 16, dtype=torch.bfloat16)
+        slots = torch.tensor([3, 8, 0, 5, 1])
+        k, v = wider[..., padding:].unflatten(2, (2, 8))
+        move_rows(starts, 8, block.view(-1), k, v, slots, to_pool=True)
+        expected = torch.zeros_like(wider)
+        expected[:, slots, padding:] = block.view(torch.bfloat16).transpose(0, 1)
+        assert torch.equal(wider.view(torch.int16), expected.view(torch.int16))
+
+
 else:
 
     def test_the_kernel_in_the_interpreter() -> None:

@@ -17,18 +17,18 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 50_080),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_210),
+    "product": (PRODUCT, 50_120),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_220),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
-        8_190,
+        8_195,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         16_660,
     ),
     "benchmarks": (("benchmarks",), 10_560),
-    "tests": (("tests",), 63_940),
+    "tests": (("tests",), 64_000),
     "tests/support": (("tests/support",), 6_160),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
