@@ -121,6 +121,7 @@ TABLES: dict[str, tuple[Callable[[Result, Path], str], *tuple[str, ...]]] = {
     "load": (load.load_tables, "load-cpu.json"),
     "load-summary": (load.load_summary, "load-cpu.json"),
     "overlap": (overlap.overlap_tables, "overlap-cpu.json"),
+    "overlap-ratios": (overlap.overlap_tables, "overlap-ratios-cpu.json"),
     "overlap-summary": (overlap.overlap_summary, "overlap-cpu.json"),
     "multiturn": (_MULTITURN, "multiturn-cpu.json"),
     "multiturn-slow-disk": (_MULTITURN, "multiturn-slow-disk-cpu.json"),
