@@ -56,8 +56,13 @@ def turns_come_back(setting: Setting) -> dict[str, Any]:
         stop_servers(list(servers.values()))
     medians = {history: statistics.median(times) for history, times in returning_s.items()}
     print("\n".join(f"{history}: {seconds:.3f} s" for history, seconds in medians.items()), flush=True)
-    found = {"medians_s": medians, "rows": rows, "users_at_once": together, "servers": facts}
-    return found | {"last_restores": state[RESTORES]}
+    return {
+        "medians_s": medians,
+        "rows": rows,
+        "users_at_once": together,
+        "servers": facts,
+        "last_restores": state[RESTORES],
+    }
 
 
 def _server(setting: Setting, name: str, pool: int) -> ServerProcess:

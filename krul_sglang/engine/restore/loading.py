@@ -107,7 +107,7 @@ class LayerWiseLoader:
     ``drafts`` find the draft model's KV, which comes before the last layer: what reads it comes after that.
     ``states`` find the states of recurrent layers, which come before it, too: models that have them begin
     their forwards when all is loaded.
-    ``before_layer(index, layer)`` is called in the loading thread before a layer of a batch is read; what it
+    ``before_layer(index, layer)`` is called in the loading thread before a layer is written; what it
     raises fails the batch.
     """
 
@@ -346,6 +346,8 @@ class LayerWiseLoader:
                 announce()
                 # The forward begins as soon as the first one is there.
                 num_together = 1 if is_moved or not layer else self._num_together(groups, checks)
+                if num_together > 1 and (copied := [*chain.from_iterable(islice(groups, num_together))]):
+                    copied[0].fetch(self._device, copied[1:])
                 for number in range(layer, layer + num_together):
                     before_layer(number)
                     if number == 0:
@@ -355,9 +357,8 @@ class LayerWiseLoader:
                         for event in free:
                             self._device.wait_for(event)
                     brings_blocks.popleft()
-                    of_layer, num_more = groups.popleft(), num_together - 1 if number == layer else 0
-                    with_it = [*chain.from_iterable(islice(groups, num_more))] or _decoded_early(groups)
-                    if not self._load_layer(batch, of_layer, with_it, readers, checks, pool):
+                    of_layer, later = groups.popleft(), [*chain.from_iterable(groups)]
+                    if not self._load_layer(batch, of_layer, later, readers, checks, pool):
                         return False
                     if is_moved and not self._rotate_keys(batch, number):
                         return False
@@ -377,8 +378,8 @@ class LayerWiseLoader:
         return True
 
     def _num_together(self, groups: Sequence[Sequence[TailGroup]], checks: BlockChecks) -> int:
-        """How many of the next layers land at once: on a GPU those that are only copied, and have been
-        checked. The forward's thread then seldom waits for this one to give the GIL back."""
+        """How many of the next layers land at once: on a GPU those that are only copied, and have been found
+        right. The forward's thread then seldom waits for this one to give the GIL back."""
         num_bytes = 0
         for number, of_layer in enumerate(() if self._device.shares_cores or self._link else groups):
             blocks = [block for group in of_layer for block in group.blocks]
@@ -432,7 +433,7 @@ class LayerWiseLoader:
             num_bytes += sum(block.num_bytes for block in group.blocks)
             if num_bytes > MAX_STAGED_BYTES or not checks.are_right(group.blocks):
                 return
-            self._fetch(batch, group, _decoded_early([groups[number + 1 :]]), readers, checks)
+            self._fetch(batch, group, groups[number + 1 :], readers, checks)
 
     def _fetch(
         self,
@@ -442,9 +443,9 @@ class LayerWiseLoader:
         readers: Sequence[SegmentReader],
         checks: BlockChecks,
     ) -> None:
-        """Copy a group to the device, and of later ones in memory what is copied or decoded with it. A block
-        that several layers need passes the link once."""
-        together = [each for each in later if each.decodes_early == group.decodes_early]
+        """Copy a group to the device, and of later ones in memory what is decoded with it. A block that
+        several layers need passes the link once."""
+        together = [each for each in later if group.decodes_early and each.decodes_early]
         together = [each for each in together if checks.are_near(each.blocks)]
         for each in together:
             checks.wait(each.blocks)
@@ -463,8 +464,7 @@ class LayerWiseLoader:
         checks: BlockChecks,
         pool: DevicePool,
     ) -> bool:
-        """Group after group, so that the device holds the blocks of few; False if given up. ``later``: groups
-        of other layers that may be fetched with these."""
+        """Group after group, so that the device holds the blocks of few; False if given up."""
         for group in groups:
             checks.wait(group.blocks)
             self._fetch(batch, group, later, readers, checks)
@@ -494,10 +494,6 @@ class LayerWiseLoader:
 def _num_read(readers: Iterable[SegmentReader]) -> int:
     """Bytes that were read of these segments so far."""
     return sum(reader.num_bytes for reader in readers)
-
-
-def _decoded_early(groups: Iterable[Sequence[TailGroup]]) -> list[TailGroup]:
-    return [group for of_layer in groups for group in of_layer if group.decodes_early]
 
 
 def _any_decoded(loads: Sequence[Load]) -> bool:
