@@ -8,9 +8,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,10 @@ def find_master() -> str:
 
 
 class Master:
-    """``mooncake_master`` with a metadata server, on ports of its own that it keeps when started again."""
+    """``mooncake_master`` with a metadata server, on ports of its own that it keeps when started again.
+
+    If it crashes it is started again, as a service manager would.
+    """
 
     def __init__(self, log: Path) -> None:
         self._program = find_master()
@@ -56,6 +61,22 @@ class Master:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        self._process = process = self._run()
+        deadline_s = time.monotonic() + 30
+        for port in (self.rpc_port, self.metadata_port):
+            while not _listens(port):
+                assert process.poll() is None, self._log.read_text()
+                assert time.monotonic() < deadline_s, self._log.read_text()
+                time.sleep(0.02)
+        threading.Thread(target=self._keep_running, daemon=True).start()
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _run(self) -> subprocess.Popen[bytes]:
         command = [
             self._program,
             f"--rpc_port={self.rpc_port}",
@@ -66,19 +87,16 @@ class Master:
             f"--metrics_port={self._metrics_port}",
         ]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline_s = time.monotonic() + 30
-        for port in (self.rpc_port, self.metadata_port):
-            while not _listens(port):
-                assert self._process.poll() is None, self._log.read_text()
-                assert time.monotonic() < deadline_s, self._log.read_text()
-                time.sleep(0.02)
+            return subprocess.Popen(command, stdout=log, stderr=log)
 
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+    def _keep_running(self) -> None:
+        while (process := self._process) is not None:
+            code = process.wait()
+            if self._process is process:
+                log = self._log.read_text()[-2000:]
+                warnings.warn(f"mooncake_master ended with {code}: {log}", stacklevel=1)
+                time.sleep(0.1)
+                self._process = self._run()
 
 
 class HostProcess:
@@ -148,15 +166,11 @@ def master(tmp_path: Path) -> Iterator[Master]:
 
 @contextmanager
 def two_hosts(master: Master, tmp_path: Path, **options: object) -> Iterator[tuple[HostProcess, HostProcess]]:
-    one = HostProcess(master, tmp_path / "one.log", **options)
-    try:
-        other = HostProcess(master, tmp_path / "other.log", **options)
-        try:
-            yield one, other
-        finally:
-            other.close()
-    finally:
-        one.close()
+    with (
+        closing(HostProcess(master, tmp_path / "one.log", **options)) as one,
+        closing(HostProcess(master, tmp_path / "other.log", **options)) as other,
+    ):
+        yield one, other
 
 
 def test_two_hosts_share_segments(master: Master, tmp_path: Path) -> None:
