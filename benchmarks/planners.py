@@ -24,7 +24,7 @@ COMPARED: dict[str, RestorePlanner] = {
     planner.name: planner for planner in (FullRecomputePlanner(), HeadsPlanner("uniform", uniform_heads))
 }
 # Judged by its search: the earliest plan that it finds, however little heads gain.
-ALL_PLANNERS = {**PLANNERS, LocalSearchPlanner.name: LocalSearchPlanner(min_gain=0.0), **COMPARED}
+ALL_PLANNERS = {**PLANNERS, LocalSearchPlanner.name: LocalSearchPlanner(0.0, 0.0), **COMPARED}
 
 
 def register() -> None:

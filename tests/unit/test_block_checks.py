@@ -334,7 +334,7 @@ def test_damage_anywhere_is_found_by_eight_threads(
         # The same segment again.
         sources[1].blocks[2][at] ^= 0x10
         with rig_of(device=StrictDevice()) as rig:
-            rig.begin([block for blocks in layers for block in blocks])
+            rig.begin(every := [block for blocks in layers for block in blocks])
             rig.checks.wait(layers[0])
             rig.checks.wait(layers[1][:1])
             for blocks in (layers[1], layers[1][1:2], layers[2]):
@@ -342,7 +342,7 @@ def test_damage_anywhere_is_found_by_eight_threads(
                     DamagedBlockError, match="layer 1 of segment 2 has a wrong checksum in dram"
                 ):
                     rig.checks.wait(blocks)
-            assert rig.checks.are_done([block for blocks in layers for block in blocks])
+            assert all(checks.have_ended(end) for checks, end in rig.checks._ends(every).items())
             assert rig.reported == [2]
         for layer in (1, 2):
             sources[1].blocks[layer][at] ^= 0x10
@@ -374,11 +374,11 @@ def test_layers_become_ready_one_after_another(monkeypatch: pytest.MonkeyPatch) 
             waiting = start(lambda layer=layer: rig.checks.wait(blocks[: layer + 1]))  # type: ignore[misc]
             with pytest.raises(TimeoutError):
                 waiting.result(SHORT_S)
-            assert not rig.checks.are_done(blocks[layer : layer + 1])
+            assert not rig.checks.are_right(blocks[layer : layer + 1])
             assert max(hashed, default=0) <= layer
             may_go_on[layer].set()
             waiting.result(PATIENCE_S / 2)
-        assert rig.checks.are_done(blocks)
+        assert rig.checks.are_right(blocks)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from krul_backend.planner.timing import RestoreTiming
 from tests.support.random_heads import RandomPlanner
 from tests.support.restore_builders import DISK, HOST, check, is_allowed, make_problem, problems, stored_run
 
-SEARCH = LocalSearchPlanner(min_gain=0.0)
+SEARCH = LocalSearchPlanner(min_gain=0.0, search_s=0.0)
 """What the search finds, however little heads gain."""
 
 
@@ -160,16 +160,16 @@ def test_no_plan_ends_before_the_earliest_end(problem: RestoreProblem) -> None:
 
 
 @settings(max_examples=500, deadline=None)
-@given(busy_problems(), st.sampled_from([1 / 16, 0.3]))
-def test_heads_that_gain_enough_are_those_of_the_search(problem: RestoreProblem, min_gain: float) -> None:
+@given(busy_problems(), st.sampled_from([(1 / 16, 0.0), (1 / 16, 0.5), (0.3, 0.0), (0.3, 5.0)]))
+def test_heads_that_gain_enough_are_searched(problem: RestoreProblem, gains: tuple[float, float]) -> None:
     """And without those that gain less, the restore is later by less than that gain."""
 
     def whole_s(plan: RestorePlan) -> float:
         return plan.end_s + (0.0 if plan.is_recompute else problem.costs.overhead_s)
 
-    plan, searched = LocalSearchPlanner(min_gain).plan(problem), SEARCH.plan(problem)
+    plan, searched = LocalSearchPlanner(*gains).plan(problem), SEARCH.plan(problem)
     full_s = make_planner("full-load").plan(problem).end_s
-    least_s = max(0.0, min_gain * (full_s - problem.load_delay_s))
+    least_s = max(gains[0] * (full_s - problem.load_delay_s), gains[1])
     if full_s - searched.end_s > least_s * (1 + 1e-9) and not searched.is_recompute:
         assert plan == searched
     assert whole_s(searched) <= whole_s(plan) * (1 + 1e-9)

@@ -47,6 +47,8 @@ _FAN_OUT = 16
 _MIN_HEAD_GAIN = 1 / 16
 """Heads must save this share of a restore's time. Restores take up to 15% more or less than predicted
 (docs/measured.md), and heads err to the late side: a smaller gain would often be a loss."""
+_SEARCH_S = 0.015
+"""Heads must save this, too: so long a search held up the scheduler of a server on an H100 (docs/gpu.md)."""
 
 
 def full_load_heads(timing: RestoreTiming) -> Tokens:
@@ -328,14 +330,14 @@ class LocalSearchPlanner(RestorePlanner):
     """The earliest end that a local search finds, over head ends and recomputation.
 
     A restore must end earlier than recomputation by its overhead (``RestoreCosts.overhead_s``), too. The plan
-    is full load if heads save less than the share ``min_gain`` of its time, counted from when its loads can
-    start; where no heads can save that much there is no search.
+    is full load if heads save less than ``search_s`` or than the share ``min_gain`` of its time, counted from
+    when its loads can start; where no heads can save that much there is no search.
     """
 
     name = "local-search"
 
-    def __init__(self, min_gain: float = _MIN_HEAD_GAIN) -> None:
-        self._min_gain = min_gain
+    def __init__(self, min_gain: float = _MIN_HEAD_GAIN, search_s: float = _SEARCH_S) -> None:
+        self._min_gain, self._search_s = min_gain, search_s
 
     def plan(self, problem: RestoreProblem) -> RestorePlan:
         timing, recompute = RestoreTiming(problem), RestorePlan.recompute(problem)
@@ -345,7 +347,7 @@ class LocalSearchPlanner(RestorePlanner):
         if recompute.end_s < earliest_s + overhead_s:
             return recompute
         plan = timing.plan(full_load_heads(timing))
-        limit_s = plan.end_s - self._min_gain * (plan.end_s - problem.load_delay_s)
+        limit_s = plan.end_s - max(self._min_gain * (plan.end_s - problem.load_delay_s), self._search_s)
         if earliest_s <= limit_s:
             searched = timing.plan(search_heads(timing))
             plan = searched if searched.end_s <= limit_s else plan

@@ -155,17 +155,14 @@ class BlockChecks:
         for checks, end in self._ends(blocks).items():
             checks.wait(end)
 
-    def are_done(self, blocks: Iterable[LayerBlock]) -> bool:
-        """Say whether all checks of these announced blocks have ended, well or not."""
-        return all(checks.have_ended(end) for checks, end in self._ends(blocks).items())
-
     def are_right(self, blocks: Iterable[LayerBlock]) -> bool:
         """Say whether these announced blocks have been found to be what was committed."""
         return all(checks.is_right[:end].all() for checks, end in self._ends(blocks).items())
 
     def are_near(self, blocks: Iterable[LayerBlock]) -> bool:
         """Say whether no announced block of these has to come from a lower tier: they are checked soon."""
-        return self.are_done(block for block in blocks if block.source.status is not None)
+        coming = self._ends(block for block in blocks if block.source.status is not None)
+        return all(checks.have_ended(end) for checks, end in coming.items())
 
     def close(self) -> None:
         """Start no more checks, and report no damage.

@@ -476,13 +476,11 @@ class LayerWiseLoader:
 
     def _rotate_keys(self, batch: LoadBatch, layer: int) -> bool:
         """Rotate keys that were stored at other positions; False if given up."""
-        for load in batch.loads.values():
-            if load.moved is not None and load.is_moved:
-                with batch.writing() as is_wanted:
-                    if not is_wanted:
-                        return False
+        with batch.writing() as is_wanted:
+            for load in batch.loads.values() if is_wanted else ():
+                if load.moved is not None and load.is_moved:
                     load.moved.rotate(self._pool, layer, load.tail_slots(layer), load.plan.head_ends[layer])
-        return True
+            return is_wanted
 
     def _count(self, loads: Sequence[Load]) -> None:
         self.counters.requests += len(loads)

@@ -103,7 +103,7 @@ class RestorePath:
             moved = MovedKeys(self.rotary, held.moved.shift)
         num_tokens, shift, load_from = _place_of(held, device_tokens, len(slots))
         readers: list[SegmentReader] | None = None
-        declined = "unplannable"
+        declined, is_here = "unplannable", held.lease.is_all_in_dram
         try:
             if num_tokens > 0:
                 readers = self.planning.open(held.lease, num_tokens, shift)
@@ -116,7 +116,7 @@ class RestorePath:
             device_tokens=device_tokens,
             new_tokens=new_tokens,
             load_from=load_from,
-            has_room=lambda plan: readers is None or make_room(held.lease, _tails_of(readers, plan)),
+            has_room=lambda plan: not readers or is_here or make_room(held.lease, _tails_of(readers, plan)),
         )
         if readers is None:
             for segment_id in self.planning.find_undecodable(held.lease):

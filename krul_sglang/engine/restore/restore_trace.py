@@ -6,6 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ _MAX_FORECASTS = 512
 
 
 class RestoreTrace:
-    """Collects marks on both streams while one batch of restores runs.
+    """Collects marks on both streams while one batch of restores runs. It is read when that has ended.
 
     ``is_mixed``: requests that restore nothing share the forward, so its time says nothing about these.
     """
@@ -39,6 +40,7 @@ class RestoreTrace:
         """Layer ``layer`` of a head's forward is launched now; for the number of layers, it has ended."""
         self._head_marks.append((layer, self.batch.clock.mark()))
 
+    @cached_property
     def heads(self) -> list[Part]:
         """When each layer of the heads was recomputed, one chunk of tokens after another."""
         return [
@@ -47,24 +49,26 @@ class RestoreTrace:
             if layer < self.batch.num_layers
         ]
 
+    @cached_property
     def loads(self) -> list[Part]:
         return _parts(enumerate(self.batch.load_times))
 
+    @cached_property
     def waits(self) -> list[Part]:
         """How long the engine's own forward waited for each layer that it came to."""
         return _parts(sorted(self.batch.wait_times.items()))
 
+    @cached_property
     def own(self) -> list[Part]:
         """The engine's own forward, from the moment that it had a layer's KV to the next layer's wait.
 
         Empty if a load was given up and the forward ran twice: the second one waits for nothing.
         """
         assert self.end is not None
-        waits = self.waits()
-        if self.batch.is_abandoned or not waits:
+        if self.batch.is_abandoned or not self.waits:
             return []
-        ends = [wait.begin_s for wait in waits[1:]] + [_seconds(self.end)[0]]
-        return [Part(wait.layer, wait.end_s, end) for wait, end in zip(waits, ends, strict=True)]
+        ends = [wait.begin_s for wait in self.waits[1:]] + [_seconds(self.end)[0]]
+        return [Part(wait.layer, wait.end_s, end) for wait, end in zip(self.waits, ends, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values: lengths in tokens, parts as ``[layer, begin_s, end_s]``."""
@@ -85,7 +89,7 @@ class RestoreTrace:
             "was_rescued": self.batch.is_abandoned,
             "end_s": _seconds(self.end)[0],
             "streams": msgspec.to_builtins(
-                {"load": self.loads(), "head": self.heads(), "wait": self.waits(), "own": self.own()}
+                {"load": self.loads, "head": self.heads, "wait": self.waits, "own": self.own}
             ),
         }
 
@@ -153,12 +157,12 @@ class TraceLog:
     def _learn(self, trace: RestoreTrace) -> None:
         loads = list(trace.batch.loads.values())
         head_s = sum(load.forecast.head_s for load in loads)
-        if head_s > 0 and (heads := trace.heads()):
+        if head_s > 0 and (heads := trace.heads):
             self._costs.observe_head(head_s, _total_s(heads))
         load_s = sum(load.forecast.load_s for load in loads)
         decode_s = sum(load.forecast.decode_s for load in loads)
         tiers = {reader.source.tier for load in loads for reader in load.readers} - {DRAM_TIER}
-        if load_s > 0 and (parts := trace.loads()) and len(tiers) <= 1:
+        if load_s > 0 and (parts := trace.loads) and len(tiers) <= 1:
             decoded_s = _total_s(_parts(enumerate(trace.batch.decode_times)))
             self._costs.observe_decoding(decode_s, decoded_s)
             # Blocks that are decoded may come to the device as a part of that.
@@ -169,8 +173,8 @@ class TraceLog:
         if len(loads) == 1 and not trace.is_mixed and not tiers:
             assert trace.end is not None
             # Layers that no load disturbed would have been as slow if all had been computed.
-            loaded_s = max((part.end_s for part in trace.loads()), default=0.0)
-            alone = [part for part in trace.own() if part.begin_s >= loaded_s]
+            loaded_s = max((part.end_s for part in trace.loads), default=0.0)
+            alone = [part for part in trace.own if part.begin_s >= loaded_s]
             late_s = _total_s(alone) - len(alone) * loads[0].forecast.own_layer_s
             self._costs.observe_overhead(loads[0].plan.end_s, _seconds(trace.end)[0] - late_s)
 
