@@ -381,25 +381,18 @@ def test_layers_become_ready_one_after_another(monkeypatch: pytest.MonkeyPatch) 
         assert rig.checks.are_right(blocks)
 
 
-@pytest.mark.parametrize(
-    ("device", "num_blocks", "numbers"),
-    [
-        pytest.param(CPU, 1, [0, 0, 0, 0], id="cpu"),
-        pytest.param(StrictDevice(), 1, [2, 257, 263, 8], id="strict"),
-        pytest.param(StrictDevice(), 20, [2, 13, 19, 8], id="strict-20"),
-        pytest.param(StrictDevice(), 100, [2, 9, 15, 8], id="strict-100"),
-    ],
-)
-def test_few_layers_are_announced_at_first_and_then_many(
-    device: Device, num_blocks: int, numbers: list[int]
-) -> None:
+@pytest.mark.parametrize(("device", "wants"), [(CPU, "000000"), (StrictDevice(), "110101")])
+def test_layers_are_announced_until_they_have_many_blocks(device: Device, wants: str) -> None:
     """On a CPU a layer is checked when it is needed. Elsewhere layers of few blocks are announced at once."""
+    source, found = in_dram(), list[bool]()
     with rig_of(device=device) as rig:
-        found = [rig.checks.num_layers_ahead(0)]
-        source = in_dram()
-        rig.begin([whole(replace(source, segment_id=number), 0) for number in range(num_blocks)])
-        found += [rig.checks.num_layers_ahead(num_announced) for num_announced in (1, 7, 8)]
-    assert found == numbers
+        for num_blocks, num_ahead in ((0, 0), (255, 1), (256, 2)):
+            rig.checks.announce(whole(replace(source, segment_id=number), 0) for number in range(num_blocks))
+            found.append(rig.checks.want_more(num_ahead))
+        rig.checks.start()
+        rig.checks.wait([whole(replace(source, segment_id=255), 0)])
+        found += [rig.checks.want_more(num_ahead) for num_ahead in (7, 8, 0)]
+    assert found == [want == "1" for want in wants]
 
 
 def in_short_ranges(num_bytes: int, range_bytes: int, num_layers: int = 1) -> SegmentSlice:

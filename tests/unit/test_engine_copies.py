@@ -35,6 +35,7 @@ from krul_backend.tiers.common.interface import DRAM_TIER, Block, Reservation
 from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common.transfer_gate import TransferGate
+from krul_sglang.engine.restore import loading
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
 from krul_sglang.engine.save import segment_writer
@@ -705,6 +706,7 @@ def test_a_long_turn_becomes_several_segments_of_bounded_layers(
 
     monkeypatch.setattr(strict, "upload_joined", watched)
     monkeypatch.setattr(interface, "MAX_JOINED_BYTES", layer_bytes)
+    monkeypatch.setattr(loading, "MAX_BYTES_TOGETHER", layer_bytes)
     targets = torch.arange(NUM_SLOTS - 40, NUM_SLOTS)
     assert bench.loader.finish(bench.loader.start({"r": bench.load(turn, targets)}))
     # Two segments of the bound's size, and a shorter one, in each layer.

@@ -311,7 +311,7 @@ def test_other_kv_of_the_same_tokens_is_not_decoded_as_what_was_leased(
         return (replace(piece, header=replace(piece.header, codec_params=params)),)
 
     monkeypatch.setattr(sunk.store, "fetch", fetch_other)
-    assert_load_fails(sunk, load, "were stored again since they were leased", first_wrong=0)
+    assert_load_fails(sunk, load, "were stored again since the lease", first_wrong=0)
 
 
 def test_pages_that_ranks_do_not_agree_on_are_fetched_but_not_loaded(sunk: SunkRig) -> None:

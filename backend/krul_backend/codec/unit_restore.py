@@ -223,19 +223,20 @@ class NativeTail:
         layout = self.unit.layouts[0]
         return layout.num_bytes - layout.group_start(self.first_token // layout.group_size)
 
-    def row_starts(self) -> tuple[Rows, Rows]:
-        """The first byte of each token's keys and of its values, counted from the first byte of the tail."""
+    def groups(self) -> tuple[Rows, Rows]:
+        """Of each group of these tokens: how many it has ``[G]``, and at which byte of the tail the keys, and
+        the values, of the first token would begin if all tokens lay as those of the group do ``[2, G]``."""
         layout, shape = self.unit.layouts[0], self.unit.place.shape
-        tokens = np.arange(self.first_token, self.end_token)
-        group, row = np.divmod(tokens, layout.group_size)
-        first_byte = layout.group_start(self.first_token // layout.group_size)
-        record = group * layout.group_record.num_bytes - first_byte
+        size = layout.group_size
+        groups = np.arange(self.first_token // size, -(-self.end_token // size))
+        record, row = (groups - groups[0]) * layout.group_record.num_bytes, self.first_token - groups * size
         # Only the record of the last group may be shorter, and start its sections elsewhere.
-        is_last = group == layout.num_tokens // layout.group_size
+        is_last = groups == layout.num_tokens // size
         full, last = layout.group_record.byte_offsets(), layout.last_record.byte_offsets()
         k = record + np.where(is_last, last["k"], full["k"]) + row * shape.k_token_bytes
         v = record + np.where(is_last, last["v"], full["v"]) + row * shape.v_token_bytes
-        return k, v
+        bounds = np.append(groups, groups[-1] + 1) * size
+        return np.diff(bounds.clip(self.first_token, self.end_token)), np.stack([k, v])
 
 
 class NativeTails:
@@ -250,21 +251,28 @@ class NativeTails:
         self.tails, shape = tails, tails[0].unit.place.shape
         self._shape = shape
         self._runs_triton = device.runs_triton
-        of_tails, self.num_bytes = [], 0
+        row_bytes = np.array([[shape.k_token_bytes], [shape.v_token_bytes]])
+        of_tails, num_tokens, self.num_bytes = [], 0, 0
         for tail in tails:
-            of_tails.append(np.stack(tail.row_starts()) + self.num_bytes)
+            counts, firsts = tail.groups()
+            of_tails.append((counts, firsts + self.num_bytes - num_tokens * row_bytes))
+            num_tokens += tail.end_token - tail.first_token
             self.num_bytes += tail.num_bytes
-        starts, row_bytes = np.concatenate(of_tails, axis=1), (shape.k_token_bytes, shape.v_token_bytes)
+        counts, firsts = (np.concatenate(part, axis=-1) for part in zip(*of_tails, strict=True))
         # Rows are copied in pieces of the largest size at whose multiples all of them start: whole rows,
         # unless keys and values differ in size, or rows are no multiple of the alignment.
-        piece_bytes = math.gcd(*row_bytes, self.num_bytes, int(np.gcd.reduce(starts.ravel())))
+        piece_bytes = math.gcd(self.num_bytes, *row_bytes.ravel().tolist(), *firsts.ravel().tolist())
         if self._runs_triton:
             piece_bytes = math.gcd(piece_bytes, ALIGNMENT_BYTES)
-            self.starts = device.from_host(torch.from_numpy(starts // piece_bytes))
+        # All that is as long as the tokens: each time numpy gives the GIL back, and waits beside a forward.
+        starts = np.arange(num_tokens) * (row_bytes // piece_bytes)
+        starts += np.repeat(firsts // piece_bytes, counts, axis=1)
+        if self._runs_triton:
+            self.starts = device.from_host(torch.from_numpy(starts))
         else:
             # Of keys and of values, int64 ``[T * pieces per row]``.
-            of_rows = (np.arange(size // piece_bytes) for size in row_bytes)
-            pieces = (part[:, None] // piece_bytes + row for part, row in zip(starts, of_rows, strict=True))
+            of_rows = (np.arange(size // piece_bytes) for size in row_bytes.ravel())
+            pieces = (part[:, None] + row for part, row in zip(starts, of_rows, strict=True))
             self._pieces = [device.from_host(torch.from_numpy(part.ravel())) for part in pieces]
         self.piece_bytes = piece_bytes
 

@@ -34,10 +34,9 @@ class LayerBlock(NamedTuple):
 _NUM_THREADS = 8
 _NUM_WAITING = 4
 """Threads of each batch for what comes from lower tiers."""
-_FIRST_LAYERS, _LAYERS_AHEAD, _BLOCKS_AHEAD = 2, 8, 256
-"""Layers that bring new blocks: those that are announced first, and how many more whenever fewer are ahead,
-or all that bring so many blocks. Enough to keep the checking threads busy, and few enough that no copy
-waits while thousands of blocks are announced."""
+_LAYERS_AHEAD, _BLOCKS_AHEAD = 8, 256
+"""If fewer layers are ahead, those of so many blocks more are announced: enough to keep the checking threads
+busy, and few enough that no copy waits while thousands of blocks are announced."""
 
 
 class DamagedBlockError(KrulError):
@@ -48,24 +47,31 @@ class DamagedBlockError(KrulError):
         self.segment_id = segment_id
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Checks:
     """Checks that were started together, on one thread or several, of steps that are numbered through: blocks
-    or ranges. Each step begins after those before it."""
+    or ranges. Each step begins after those before it; the first ``num_right`` are known to be right."""
 
     futures: Sequence[Future[None]]
     is_right: NDArray[np.bool_]
     stop: Callable[[], object] = lambda: None
+    num_right: int = 0
+
+    def are_right(self, end: int) -> bool:
+        """Say whether all steps before ``end`` were found right."""
+        if self.num_right < end and self.is_right[self.num_right : end].all():
+            self.num_right = end
+        return self.num_right >= end
 
     def have_ended(self, end: int) -> bool:
         """Say whether all steps before ``end`` were right, or no more is checked."""
-        return bool(self.is_right[:end].all()) or all(future.done() for future in self.futures)
+        return self.are_right(end) or all(future.done() for future in self.futures)
 
     def wait(self, end: int) -> None:
         """Wait for all steps before ``end``. Raises what ended the checks before."""
         while not self.have_ended(end):
             wait_a_moment(self.is_right, end)
-        if not self.is_right[:end].all():
+        if not self.are_right(end):
             for future in self.futures:
                 future.result()
             raise CancelledError
@@ -93,7 +99,6 @@ class BlockChecks:
         self._report_damage = report_damage
         self._announced: dict[tuple[int, int, int], LayerBlock] = {}
         self._checks: dict[tuple[int, int, int], tuple[_Checks, int]] = {}
-        self._most_blocks = 1
         self._reported, self._reporting = set[int](), Lock()
         self._is_closed = False
         self._workers: Executor
@@ -104,24 +109,18 @@ class BlockChecks:
             self._num_threads = min(_NUM_THREADS, max(2, len(os.sched_getaffinity(0)) // 2))
             self._workers = ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="krul-arrivals")
 
-    def num_layers_ahead(self, num_announced: int) -> int:
-        """Return how many layers should be announced before the next one is copied. Layers without new blocks
-        do not count. ``num_announced``: those that are announced now and not copied yet."""
-        if not self._num_threads:
-            return 0
-        if not self._checks:
-            return _FIRST_LAYERS
-        num_more = max(_LAYERS_AHEAD, _BLOCKS_AHEAD // self._most_blocks)
-        return num_announced + (num_more if num_announced < _LAYERS_AHEAD else 0)
+    def want_more(self, num_ahead: int) -> bool:
+        """Say whether another layer should be announced before the next one is copied. ``num_ahead``: those
+        that are announced and not copied yet, and bring new blocks."""
+        is_enough = len(self._announced) >= _BLOCKS_AHEAD if self._announced else num_ahead >= _LAYERS_AHEAD
+        return self._num_threads > 0 and not is_enough
 
     def announce(self, blocks: Iterable[LayerBlock]) -> bool:
         """Have blocks checked after the next ``start``, without those that were announced before. Returns
         whether there are any."""
         num_before = len(self._announced)
         self._announced.update((block.key, block) for block in blocks if block.key not in self._checks)
-        num_new = len(self._announced) - num_before
-        self._most_blocks = max(self._most_blocks, num_new)
-        return num_new > 0
+        return len(self._announced) > num_before
 
     def start(self) -> None:
         """Start to check what has been announced."""
@@ -157,7 +156,7 @@ class BlockChecks:
 
     def are_right(self, blocks: Iterable[LayerBlock]) -> bool:
         """Say whether these announced blocks have been found to be what was committed."""
-        return all(checks.is_right[:end].all() for checks, end in self._ends(blocks).items())
+        return all(checks.are_right(end) for checks, end in self._ends(blocks).items())
 
     def are_near(self, blocks: Iterable[LayerBlock]) -> bool:
         """Say whether no announced block of these has to come from a lower tier: they are checked soon."""

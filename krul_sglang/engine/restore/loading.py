@@ -325,17 +325,16 @@ class LayerWiseLoader:
         pool = self._pool if pool is None else pool
         checks = BlockChecks(self._device, batch.deadline_s, self._store.report_damage)
         tails, groups = TailGroups(readers, self._device), deque[list[TailGroup]]()
-        layer, num_layers, num_announced, brings_blocks = 0, pool.num_layers, 0, deque[bool]()
+        layer, num_layers, num_announced, have_new = 0, pool.num_layers, 0, deque[bool]()
         is_moved = pool is self._pool and any(load.is_moved for load in batch.loads.values())
 
         def announce() -> None:
             """On a CPU this waits for the layer's blocks, and checks them: that is part of their load."""
             nonlocal num_announced
-            num_ahead = checks.num_layers_ahead(sum(brings_blocks))
-            while num_announced <= layer or (num_announced < num_layers and sum(brings_blocks) < num_ahead):
+            while num_announced <= layer or (num_announced < num_layers and checks.want_more(sum(have_new))):
                 groups.append(tails.of_layer(num_announced))
                 blocks = [block for group in groups[-1] for block in group.blocks]
-                brings_blocks.append(checks.announce(blocks))
+                have_new.append(checks.announce(blocks))
                 num_announced += 1
             checks.start()
 
@@ -356,7 +355,7 @@ class LayerWiseLoader:
                             self._stage(batch, [*chain.from_iterable(groups)], readers, checks)
                         for event in free:
                             self._device.wait_for(event)
-                    brings_blocks.popleft()
+                    have_new.popleft()
                     of_layer, later = groups.popleft(), [*chain.from_iterable(groups)]
                     if not self._load_layer(batch, of_layer, later, readers, checks, pool):
                         return False

@@ -82,9 +82,7 @@ class SegmentReader:
             or came.codec != leased.codec
             or came.codec_params != leased.codec_params
         ):
-            raise TierReadError(
-                f"tokens from {leased.start_token} on were stored again since they were leased"
-            )
+            raise TierReadError(f"tokens from {leased.start_token} on were stored again since the lease")
         self._fetched = fetched
 
     def again(self, head_ends: Sequence[int]) -> SegmentReader | None:

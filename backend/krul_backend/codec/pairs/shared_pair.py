@@ -17,7 +17,7 @@ from krul_backend.device import Device
 from krul_backend.strategy import Precision
 
 _LOWER = 0
-_DISTANCE_TOKENS = 1024
+_STEP_TOKENS = 1024
 
 _SMALLEST_NORM = 1e-30
 """Shorter vectors have no direction."""
@@ -131,9 +131,7 @@ def layer_distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """
     parts = [
         angular_distance(unit_directions(a.float())[0], unit_directions(b.float())[0])
-        for a, b in zip(
-            torch.split(first, _DISTANCE_TOKENS), torch.split(second, _DISTANCE_TOKENS), strict=True
-        )
+        for a, b in zip(torch.split(first, _STEP_TOKENS), torch.split(second, _STEP_TOKENS), strict=True)
     ]
     return torch.cat(parts)
 

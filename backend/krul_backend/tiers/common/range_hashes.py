@@ -49,26 +49,22 @@ class ComparedRanges:
     def __init__(self, tails: Sequence[CheckedTail]) -> None:
         self._blocks, checksums, range_bytes = zip(*tails, strict=True)
         counts = [num_ranges(block.nbytes, size) for block, _, size in tails]
+        # Numbers of each block, not of each range: with more than 500 at once, numpy gives the GIL back.
+        firsts = np.array([block.__array_interface__["data"][0] for block in self._blocks])
+        num_bytes = np.array([block.nbytes for block in self._blocks])
         self.ends = np.cumsum(counts)
-        of_block = np.repeat(np.arange(len(tails)), counts)
-        firsts = np.array([block.__array_interface__["data"][0] for block in self._blocks])[of_block]
-        lasts = firsts + np.array([block.nbytes for block in self._blocks])[of_block]
-        sizes = np.array(range_bytes)[of_block]
-        stops = lasts - (self.ends[of_block] - np.arange(len(of_block)) - 1) * sizes
-        self._starts = np.maximum(firsts, stops - sizes)
-        self._sizes = stops - self._starts
+        self._places = firsts, firsts + num_bytes, np.array(range_bytes), self.ends
         # What lacks checksums is wrong.
         wanted = [checksum.rjust(8 * count, b"\0") for checksum, count in zip(checksums, counts, strict=True)]
         self._wanted = np.frombuffer(b"".join(wanted), ">u8").astype(np.uint64)
-        self.is_right = np.zeros(len(of_block), np.bool_)
+        self.is_right = np.zeros(len(self._wanted), np.bool_)
         self._next = np.zeros(1, np.int64)
-        self._num_at_once = 1 + _BYTES_AT_ONCE * len(of_block) // (1 + int(self._sizes.sum()))
+        self._num_at_once = 1 + _BYTES_AT_ONCE * len(self._wanted) // (1 + int(num_bytes.sum()))
 
     def compare(self) -> int | None:
         """Take part until no range is left, or one is wrong, after which no thread begins another. Returns
         the number of its block."""
-        ranges = self._starts, self._sizes, self._wanted
-        number = _loops.find_wrong(*ranges, self.is_right, self._next, self._num_at_once)
+        number = _loops.find_wrong(self._places, self._wanted, self.is_right, self._next, self._num_at_once)
         return None if number == len(self._wanted) else int(np.searchsorted(self.ends, number, "right"))
 
     def stop(self) -> None:
@@ -97,16 +93,20 @@ def _make_loops(
 
     # Several threads may take the same ranges, or ones that were compared since. None is left out: a thread
     # that writes where the next begin has read where its own do, and takes those between.
-    def find_wrong(
-        starts: Any, sizes: Any, wanted: Any, is_right: Any, following: Any, num_at_once: Any
-    ) -> Any:
+    def find_wrong(places: Any, wanted: Any, is_right: Any, following: Any, num_at_once: Any) -> Any:
+        firsts, lasts, range_bytes, ends = places
         begin = following[0]
         while begin < len(wanted):
             end = min(begin + num_at_once, len(wanted))
+            block = np.searchsorted(ends, begin, "right")
             following[0] = end
             for number in range(begin, end):
+                while number >= ends[block]:
+                    block += 1
                 if not is_right[number]:
-                    if xxh3(starts[number], sizes[number]) != wanted[number]:
+                    stop = lasts[block] - (ends[block] - number - 1) * range_bytes[block]
+                    start = max(firsts[block], stop - range_bytes[block])
+                    if xxh3(start, stop - start) != wanted[number]:
                         following[0] = len(wanted)
                         return number
                     is_right[number] = True
