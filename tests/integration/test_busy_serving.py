@@ -133,5 +133,5 @@ def test_eight_users_find_what_was_compressed(
         conversations = side_by_side(server)
         stats = settled_stats(server)
         assert stats["compression"]["subspace_turns"] > 0.5 * NUM_USERS * NUM_TURNS
-        assert found_share(conversations) > LEAST_FOUND
+        assert found_share(conversations) > LEAST_FOUND, stats["restore"]["plans"]
         assert_nothing_left_behind(server)
