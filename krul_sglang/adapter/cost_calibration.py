@@ -102,7 +102,7 @@ class CostCalibration:
 
     @property
     def _longest(self) -> int:
-        return min(self._pool.num_tokens // 2, int(self._runner.model_config.context_len))
+        return min(self._pool.num_tokens, int(self._runner.model_config.context_len))
 
     def _compute(self) -> tuple[ComputeCost, ComputeCost]:
         """Seconds per layer of the engine's own forward, and of the recomputation of heads."""

@@ -84,7 +84,7 @@ def measured_lengths(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def test_a_fast_machine_measures_every_length_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measured_lengths(FakeEngine(1e-6), monkeypatch) == [32, 64, 128, 256]
+    assert measured_lengths(FakeEngine(1e-6), monkeypatch) == [32, 64, 128, 256, 512]
     assert measured_lengths(FakeEngine(1e-6, context_len=200), monkeypatch) == [32, 64, 128]
 
 
@@ -166,7 +166,7 @@ def test_heads_are_measured_whole_and_after_a_past(monkeypatch: pytest.MonkeyPat
     engine.calibration(has_heads=True).measure()
     assert set(engine.heads) == {
         shape
-        for num_tokens in (32, 64, 128, 256)
+        for num_tokens in (32, 64, 128, 256, 512)
         for shape in ((0, (num_tokens,) * NUM_LAYERS), (num_tokens // 2, (num_tokens,) * NUM_LAYERS))
     }
 
