@@ -92,10 +92,10 @@ class Master:
     def _keep_running(self) -> None:
         while (process := self._process) is not None:
             code = process.wait()
+            time.sleep(0.1)
             if self._process is process:
                 log = self._log.read_text()[-2000:]
                 warnings.warn(f"mooncake_master ended with {code}: {log}", stacklevel=1)
-                time.sleep(0.1)
                 self._process = self._run()
 
 

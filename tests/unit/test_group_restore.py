@@ -46,7 +46,7 @@ def test_a_tail_is_made_without_waiting_for_the_device(monkeypatch: pytest.Monke
     ("slots", "k_shape", "dtype", "message"),
     [
         (torch.arange(89), (99, 2, 16), torch.float32, "90 tokens need as many int64 slots"),
-        (torch.arange(90, dtype=torch.int32), (99, 2, 16), torch.float32, "int64 slots: torch.int32"),
+        (torch.arange(90, dtype=torch.int32), (99, 2, 16), torch.float32, "int64 slots, got torch.int32"),
         (torch.arange(90), (99, 2, 8), torch.float32, "k_buffer is"),
         (torch.arange(90), (99, 2, 16), torch.float16, "k_buffer is torch.float16"),
     ],

@@ -37,7 +37,7 @@ def test_on_the_cpu_rows_are_decoded_and_copied(precision: Precision, is_pair: b
     ("slots", "shape", "message"),
     [
         (torch.arange(36), SHAPE, "37 tokens need as many int64 slots"),
-        (torch.arange(37, dtype=torch.int32), SHAPE, "int64 slots: torch.int32"),
+        (torch.arange(37, dtype=torch.int32), SHAPE, "int64 slots, got torch.int32"),
         (torch.arange(37), LayerShape(2, 16, 16, torch.bfloat16), "k_buffer is"),
         (torch.arange(37), LayerShape(2, 32, 32, torch.bfloat16), "v_buffer is"),
         (torch.arange(37), LayerShape(2, 32, 16, torch.float16), "k_buffer is torch.float16"),

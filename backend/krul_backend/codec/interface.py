@@ -362,7 +362,8 @@ def in_batches(parts: Sequence[_Joined], num_bytes: Callable[[_Joined], int]) ->
 def check_slots(num_tokens: int, slots: torch.Tensor) -> None:
     """Raises CodecError unless ``slots`` are one int64 for each of the tokens."""
     if slots.shape != (num_tokens,) or slots.dtype is not torch.int64:
-        raise CodecError(f"{num_tokens} tokens need as many int64 slots: {slots.dtype} {tuple(slots.shape)}")
+        shape = tuple(slots.shape)
+        raise CodecError(f"{num_tokens} tokens need as many int64 slots, got {slots.dtype} {shape}")
 
 
 def check_buffers(shape: LayerShape, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> None:

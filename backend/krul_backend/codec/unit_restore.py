@@ -249,8 +249,7 @@ class NativeTails:
 
     def __init__(self, tails: Sequence[NativeTail], device: Device) -> None:
         self.tails, shape = tails, tails[0].unit.place.shape
-        self._shape = shape
-        self._runs_triton = device.runs_triton
+        self._shape, self._runs_triton = shape, device.runs_triton
         row_bytes = np.array([[shape.k_token_bytes], [shape.v_token_bytes]])
         of_tails, num_tokens, self.num_bytes = [], 0, 0
         for tail in tails:
@@ -264,7 +263,7 @@ class NativeTails:
         piece_bytes = math.gcd(self.num_bytes, *row_bytes.ravel().tolist(), *firsts.ravel().tolist())
         if self._runs_triton:
             piece_bytes = math.gcd(piece_bytes, ALIGNMENT_BYTES)
-        # All that is as long as the tokens: each time numpy gives the GIL back, and waits beside a forward.
+        # Few operations on long arrays: numpy gives the GIL back in each, and a busy forward keeps it.
         starts = np.arange(num_tokens) * (row_bytes // piece_bytes)
         starts += np.repeat(firsts // piece_bytes, counts, axis=1)
         if self._runs_triton:

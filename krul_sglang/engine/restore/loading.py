@@ -377,8 +377,8 @@ class LayerWiseLoader:
         return True
 
     def _num_together(self, groups: Sequence[Sequence[TailGroup]], checks: BlockChecks) -> int:
-        """How many of the next layers land at once: on a GPU those that are only copied, and have been found
-        right. The forward's thread then seldom waits for this one to give the GIL back."""
+        """Count the next layers that can land at once: on a GPU those that are only copied, and were found to
+        be right. The forward's thread then seldom waits for this one to give the GIL back."""
         num_bytes = 0
         for number, of_layer in enumerate(() if self._device.shares_cores or self._link else groups):
             blocks = [block for group in of_layer for block in group.blocks]
