@@ -102,7 +102,9 @@ class CostCalibration:
 
     @property
     def _longest(self) -> int:
-        return min(self._pool.num_tokens, int(self._runner.model_config.context_len))
+        # SGLang asks for a page more than a prompt fills.
+        room = self._pool.num_tokens - int(self._tree_cache.page_size)
+        return min(room, int(self._runner.model_config.context_len))
 
     def _compute(self) -> tuple[ComputeCost, ComputeCost]:
         """Seconds per layer of the engine's own forward, and of the recomputation of heads."""
@@ -206,12 +208,7 @@ class CostCalibration:
         num_tokens = min(wanted, self._pool.num_tokens // 2)
         return num_tokens // _SHORT_SHARE, num_tokens
 
-    def decode_costs(
-        self,
-        codec: ModelCodecs,
-        units: Iterable[CodedUnit],
-        tier: TierCost,
-    ) -> DecodeCosts:
+    def decode_costs(self, codec: ModelCodecs, units: Iterable[CodedUnit], tier: TierCost) -> DecodeCosts:
         """Measure how long a layer alone, and one in a pair, takes to decode after its copy, by precision.
 
         It is counted for each segment, since segments are decoded one by one.

@@ -29,7 +29,8 @@ from tests.support.subspace_builders import make_bases
 
 NUM_LAYERS = 2
 SHAPE = LayerShape(1, 8, 8, torch.float32)
-NUM_SLOTS = 512
+PAGE_SIZE = 16
+NUM_SLOTS = 512 + PAGE_SIZE
 
 
 class FakeEngine:
@@ -58,6 +59,7 @@ class FakeEngine:
     @contextmanager
     def prefill(self, runner: Any, cache: Any, token_ids: Sequence[int]) -> Iterator[Prefilled]:
         num_tokens = len(token_ids)
+        assert num_tokens + cache.page_size <= self.pool.num_tokens, "SGLang asks for a page more"
         if num_tokens > self.memory_tokens:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.prefilled.append(num_tokens)
@@ -74,7 +76,8 @@ class FakeEngine:
 
     def calibration(self, has_heads: bool = False) -> CostCalibration:
         heads: Any = self if has_heads else None
-        return CostCalibration(self.model_runner, None, self.pool, heads, RankAgreement(None, 1))
+        cache = SimpleNamespace(page_size=PAGE_SIZE)
+        return CostCalibration(self.model_runner, cache, self.pool, heads, RankAgreement(None, 1))
 
 
 def measured_lengths(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -85,6 +88,7 @@ def measured_lengths(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> lis
 
 def test_a_fast_machine_measures_every_length_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured_lengths(FakeEngine(1e-6), monkeypatch) == [32, 64, 128, 256, 512]
+    assert measured_lengths(FakeEngine(1e-6, num_slots=NUM_SLOTS - 1), monkeypatch) == [32, 64, 128, 256]
     assert measured_lengths(FakeEngine(1e-6, context_len=200), monkeypatch) == [32, 64, 128]
 
 
