@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from benchmarks.tables import ROOT, table
 from krul_sglang.adapter import unsupported
 from krul_sglang.adapter.hook_targets import SUPPORTED_SGLANG
-from krul_sglang.adapter.unsupported import (
-    LAUNCH_RULES,
-    MODEL_RULES,
-    SMALL_PAGES,
-)
+from krul_sglang.adapter.unsupported import LAUNCH_RULES, MODEL_RULES, SMALL_PAGES
 
 FOUND_LATER = [value for value in vars(unsupported).values() if type(value) is unsupported.Refusal]
 """Refusals that are known only in the scheduler, when the pool or the estimator is built."""
@@ -67,10 +63,7 @@ SERVED = (
         "tests/integration/test_latent_serving.py",
     ),
     Served("adapters (--lora-paths), by whole loads", "tests/integration/test_adapters.py"),
-    Served(
-        "images: Qwen2-VL (random weights), by whole loads",
-        "tests/integration/test_images.py",
-    ),
+    Served("images: Qwen2-VL (random weights), by whole loads", "tests/integration/test_images.py"),
     Served(
         "sliding windows with --disable-hybrid-swa-memory, by whole loads",
         "tests/integration/test_windows.py",

@@ -216,9 +216,7 @@ class KrulConfig:
         "it where one tenant must not push the others out.",
     )
     metrics_port: int = _option(
-        0,
-        *_PORT,
-        "*daemon* Local port on which the daemon serves Prometheus metrics; 0: none.",
+        0, *_PORT, "*daemon* Local port on which the daemon serves Prometheus metrics; 0: none."
     )
     hints_port: int = _option(
         0,

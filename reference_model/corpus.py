@@ -13,15 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-_SKIPPED_FOLDERS = {
-    "site-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "lib2to3",
-    "encodings",
-    "__pycache__",
-}
+_SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "__pycache__"}
 _HELD_OUT_SHARE = 20
 _MIN_CHARACTERS = 400
 

@@ -5,27 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from reference_model import facts, smalltalk
-from reference_model.facts import (
-    KINDS,
-    Attribute,
-    Fact,
-    Kind,
-    Link,
-    Question,
-    Span,
-    SpanKind,
-)
+from reference_model.facts import KINDS, Attribute, Fact, Kind, Link, Question, Span, SpanKind
 from reference_model.lexicon import Lexicon, Split, lexicon
 
 Filler = Callable[[random.Random, int], str]
 """Writes about so many words of distractor text."""
 
-_KIND_WEIGHTS: dict[Kind, float] = {
-    "single": 0.58,
-    "two_hop": 0.17,
-    "overwritten": 0.15,
-    "counting": 0.10,
-}
+_KIND_WEIGHTS: dict[Kind, float] = {"single": 0.58, "two_hop": 0.17, "overwritten": 0.15, "counting": 0.10}
 _SAME_TURN_QUESTION = 0.1
 _RIVALS_OF_TWO_HOP = 2
 _MAX_TEAM = 6
@@ -83,11 +69,7 @@ class DialogueWriter:
     """Writes one dialogue turn by turn. The same `rng` state gives the same dialogue."""
 
     def __init__(
-        self,
-        style: Style,
-        words: Split | Lexicon,
-        rng: random.Random,
-        filler: Filler = smalltalk.paragraph,
+        self, style: Style, words: Split | Lexicon, rng: random.Random, filler: Filler = smalltalk.paragraph
     ) -> None:
         self._style, self._rng, self._filler = style, rng, filler
         self._words = words if isinstance(words, Lexicon) else lexicon(words)
@@ -160,11 +142,7 @@ class DialogueWriter:
         for _ in range(40):
             subject, attribute = self._draw_subject()
             if (subject, attribute.name) not in taken:
-                return Fact(
-                    subject,
-                    attribute,
-                    facts.draw_value(attribute, self._words, self._rng),
-                )
+                return Fact(subject, attribute, facts.draw_value(attribute, self._words, self._rng))
         # The cast is exhausted: someone new appears.
         self._people += self._draw_people(2)
         self._people = list(dict.fromkeys(self._people))

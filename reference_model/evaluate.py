@@ -24,11 +24,7 @@ from transformers import LlamaForCausalLM
 from reference_model import properties
 from reference_model.corpus import load_corpus
 from reference_model.evaluation_items import Item, items_of_conversation, make_item
-from reference_model.export_conversations import (
-    BUNDLED_COUNT,
-    BUNDLED_SEED,
-    write_conversations,
-)
+from reference_model.export_conversations import BUNDLED_COUNT, BUNDLED_SEED, write_conversations
 from reference_model.facts import KINDS, Kind
 from reference_model.lexicon import Split
 from reference_model.model_card import write_model_card
@@ -81,12 +77,7 @@ def summarise(scores: Iterable[Score]) -> dict[str, float | int]:
 
 
 def recall(
-    model: LlamaForCausalLM,
-    tokenizer: Tokenizer,
-    kind: Kind,
-    history_tokens: int,
-    items: int,
-    split: Split,
+    model: LlamaForCausalLM, tokenizer: Tokenizer, kind: Kind, history_tokens: int, items: int, split: Split
 ) -> dict[str, Any]:
     """Recall of `kind` at one length of history."""
     made = [make_item(tokenizer, kind, history_tokens, f"{EVALUATION_SEED}/{i}", split) for i in range(items)]
@@ -167,14 +158,7 @@ def evaluate(folder: Path, items: int) -> dict[str, Any]:
     model = load_model(folder)
     fewer = max(1, items // 2)
     rows = [
-        recall(
-            model,
-            tokenizer,
-            kind,
-            length,
-            items if kind == "single" else fewer,
-            "held_out",
-        )
+        recall(model, tokenizer, kind, length, items if kind == "single" else fewer, "held_out")
         for length in HISTORY_LENGTHS
         for kind in KINDS
     ]
@@ -197,11 +181,7 @@ def evaluate(folder: Path, items: int) -> dict[str, Any]:
         "history_removed": removed,
         "adjacent_cosine": properties.adjacent_cosine(model, samples),
         "attention_mass": properties.attention_mass(model, samples),
-        "property_samples": {
-            "items": len(samples),
-            "history_tokens": 1024,
-            "kind": "single",
-        },
+        "property_samples": {"items": len(samples), "history_tokens": 1024, "kind": "single"},
         "text": text,
         "versions": {
             "python": platform.python_version(),
@@ -225,12 +205,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of the exported model")
-    parser.add_argument(
-        "--items",
-        type=int,
-        default=200,
-        help="`single` questions per length; others half",
-    )
+    parser.add_argument("--items", type=int, default=200, help="`single` questions per length; others half")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

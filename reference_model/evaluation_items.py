@@ -33,11 +33,7 @@ class Item:
 
 
 def make_item(
-    tokenizer: Tokenizer,
-    kind: Kind,
-    history_tokens: int,
-    seed: str,
-    split: Split = "held_out",
+    tokenizer: Tokenizer, kind: Kind, history_tokens: int, seed: str, split: Split = "held_out"
 ) -> Item:
     """A question of `kind` after a dialogue of at most `history_tokens`, as many whole turns as fit.
 

@@ -80,10 +80,7 @@ def write_conversations(tokenizer: Tokenizer, seed: str, count: int) -> list[Con
     """`count` conversations; other seeds give other conversations of the same kind."""
     return [
         write_conversation(
-            f"{seed}-{index:02d}",
-            tokenizer,
-            _HARDER[index // 2 % len(_HARDER)] if index % 2 else (),
-            seed,
+            f"{seed}-{index:02d}", tokenizer, _HARDER[index // 2 % len(_HARDER)] if index % 2 else (), seed
         )
         for index in range(count)
     ]

@@ -83,11 +83,7 @@ _QUESTIONS = (
     ("Only the value, please: the {a} of {s}.", "{V}"),
 )
 _LINK_VERBS = ("looks after", "has borrowed", "is repairing")
-_LINK_STATEMENTS = (
-    "{p} {r} {t}.",
-    "Remember that {p} {r} {t}.",
-    "As of today {p} {r} {t}.",
-)
+_LINK_STATEMENTS = ("{p} {r} {t}.", "Remember that {p} {r} {t}.", "As of today {p} {r} {t}.")
 _TWO_HOP_QUESTION = "What is the {a} of the thing that {p} {r}?"
 _TWO_HOP_ANSWER = ("{p} {r}", "{t}", ", and its {a} is", "{v}", ".")
 _JOIN_STATEMENTS = ("{p} joined the {m} team.", "I heard that {p} joined the {m} team.")
@@ -147,11 +143,7 @@ def _capitalised(text: str) -> str:
 def _fill(template: str, fact: Fact, plain: SpanKind, value: SpanKind) -> tuple[Span, ...]:
     """Spans of `template` with the fact filled in; the value is a span of its own."""
     before, _, after = template.replace("{V}", "{v}").partition("{v}")
-    fields = {
-        "s": fact.subject,
-        "S": _capitalised(fact.subject),
-        "a": fact.attribute.name,
-    }
+    fields = {"s": fact.subject, "S": _capitalised(fact.subject), "a": fact.attribute.name}
     head = before.format(**fields) + fact.attribute.article
     # A bare value stands without its article.
     head = "" if template == "{V}" else head.rstrip()

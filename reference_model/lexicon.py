@@ -127,14 +127,7 @@ def _widened(words: Lexicon) -> Lexicon:
 def held_out_words() -> frozenset[str]:
     """Every word of the held-out lists, in lower case."""
     words = lexicon("held_out")
-    lists = (
-        words.people,
-        words.cities,
-        words.animals,
-        words.words,
-        words.nouns,
-        words.teams,
-    )
+    lists = (words.people, words.cities, words.animals, words.words, words.nouns, words.teams)
     return frozenset(word.lower() for part in lists for word in part)
 
 

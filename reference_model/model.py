@@ -172,10 +172,7 @@ class TrainingModel:
 
 def to_llama(weights: Weights) -> Weights:
     """The same weights under Llama's names, bf16 and contiguous."""
-    named = {
-        "model.embed_tokens.weight": weights["embedding"],
-        "model.norm.weight": weights["final_norm"],
-    }
+    named = {"model.embed_tokens.weight": weights["embedding"], "model.norm.weight": weights["final_norm"]}
     for layer in range(NUM_LAYERS):
         prefix = f"model.layers.{layer}."
         q, k, v = torch.split(weights["qkv"][layer], [_QUERY_WIDTH, _KV_WIDTH, _KV_WIDTH])

@@ -28,15 +28,7 @@ def _recall_table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    header = (
-        "question",
-        "history up to",
-        "mean history",
-        "questions",
-        "answer EM",
-        "value EM",
-        "value NLL",
-    )
+    header = ("question", "history up to", "mean history", "questions", "answer EM", "value EM", "value NLL")
     return _table(header, cells)
 
 
@@ -73,10 +65,7 @@ def _cosine_table(cosine: dict[str, list[float]]) -> str:
         (f"{pair}, {pair + 1}", *(f"{cosine[name][pair]:.3f}" for name in names))
         for pair in range(len(cosine["k"]))
     ]
-    return _table(
-        ("layers", "K mean cos", "K mean abs cos", "V mean cos", "V mean abs cos"),
-        cells,
-    )
+    return _table(("layers", "K mean cos", "K mean abs cos", "V mean cos", "V mean abs cos"), cells)
 
 
 def _attention_table(mass: dict[str, list[float]]) -> str:

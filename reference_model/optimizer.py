@@ -5,13 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from reference_model.model import (
-    FEED_FORWARD,
-    HEAD_DIM,
-    NUM_HEADS,
-    NUM_KV_HEADS,
-    Weights,
-)
+from reference_model.model import FEED_FORWARD, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Weights
 
 _MUON_LR, _MUON_DECAY = 0.02, 0.1
 _ADAM_LR, _ADAM_BETAS, _ADAM_EPSILON = 5e-3, (0.9, 0.95), 1e-10
@@ -36,10 +30,7 @@ _NEWTON_SCHULZ, _ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 _MATRICES = ("qkv", "o", "gate_up", "down")
 _Q, _KV = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
 # Fused matrices are orthogonalised part by part.
-_PARTS: dict[str, list[int]] = {
-    "qkv": [_Q, _KV, _KV],
-    "gate_up": [FEED_FORWARD, FEED_FORWARD],
-}
+_PARTS: dict[str, list[int]] = {"qkv": [_Q, _KV, _KV], "gate_up": [FEED_FORWARD, FEED_FORWARD]}
 
 
 def learning_rate_factor(step: int) -> float:

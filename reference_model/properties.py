@@ -56,10 +56,7 @@ def attention_mass(model: LlamaForCausalLM, items: list[Item]) -> dict[str, dict
         tenth = (positions + 1 + 9) // 10
         is_first_tenth = positions[None, :] < tenth[:, None]
         is_last_tenth = positions[None, :] > (positions - tenth)[:, None]
-        for name, start in (
-            ("last_64", num_tokens - _LAST_QUERIES),
-            ("second_half", num_tokens // 2),
-        ):
+        for name, start in (("last_64", num_tokens - _LAST_QUERIES), ("second_half", num_tokens // 2)):
             shares = {
                 "first_token": mass[:, start:, 0],
                 "first_10_percent": (mass * is_first_tenth)[:, start:].sum(-1),

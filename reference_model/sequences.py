@@ -51,12 +51,7 @@ class SequenceWriter:
         return write(rng, num_words)
 
     def dialogue(
-        self,
-        num_tokens: int,
-        rng: random.Random,
-        quiz_share: float,
-        split: Split,
-        answer_weight: float,
+        self, num_tokens: int, rng: random.Random, quiz_share: float, split: Split, answer_weight: float
     ) -> tuple[list[int], list[float]]:
         """One dialogue cut to `num_tokens`; weights[i] is the weight of predicting ids[i].
 

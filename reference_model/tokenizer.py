@@ -11,15 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from reference_model.corpus import Corpus
 from reference_model.dialogues import DialogueWriter, draw_style, message_text

@@ -104,14 +104,7 @@ def save_checkpoint(path: Path, weights: Weights, optimizer: Optimizer, progress
     """Writes a checkpoint; a crash in between leaves the previous one."""
     temporary = path.with_suffix(".tmp")
     tensors = {name: weight.detach() for name, weight in weights.items()}
-    torch.save(
-        {
-            "weights": tensors,
-            "optimizer": optimizer.state,
-            "progress": asdict(progress),
-        },
-        temporary,
-    )
+    torch.save({"weights": tensors, "optimizer": optimizer.state, "progress": asdict(progress)}, temporary)
     temporary.replace(path)
 
 
@@ -140,8 +133,7 @@ def _average_gradients(weights: Weights, total: Tensor) -> None:
 def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, store: str) -> None:
     """One data-parallel process: rank 0 logs and writes checkpoints."""
     logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING,
-        format="%(asctime)s %(message)s",
+        level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s"
     )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES)
@@ -168,20 +160,11 @@ def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, stor
         rng = random.Random(f"{seed}/{step}/{rank}")
         num_rows = TOKENS_PER_STEP // NUM_PROCESSES // num_tokens
         ids_array, shares_array = writer.batch(
-            num_rows,
-            num_tokens + 1,
-            rng,
-            stage.quiz_share,
-            stage.split,
-            stage.answer_weight,
+            num_rows, num_tokens + 1, rng, stage.quiz_share, stage.split, stage.answer_weight
         )
         ids, shares = torch.from_numpy(ids_array), torch.from_numpy(shares_array)
         total = shares[:, 1:].sum()
-        loss = model.loss(
-            ids[:, :-1].contiguous(),
-            ids[:, 1:].contiguous(),
-            shares[:, 1:].contiguous(),
-        )
+        loss = model.loss(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), shares[:, 1:].contiguous())
         loss.backward()  # type: ignore[no-untyped-call]
         _average_gradients(weights, total)
         optimizer.step(step)
@@ -193,12 +176,7 @@ def _worker(rank: int, work: Path, seed: int, resume: bool, stop_step: int, stor
             pace = (now - last_log) / len(losses)
             mean = sum(losses) / len(losses)
             logger.info(
-                "step %d/%d T=%d loss %.3f %.2f s/step",
-                step + 1,
-                total_steps(),
-                num_tokens,
-                mean,
-                pace,
+                "step %d/%d T=%d loss %.3f %.2f s/step", step + 1, total_steps(), num_tokens, mean, pace
             )
             last_log, losses = now, []
         if rank == 0 and time.monotonic() - last_checkpoint > _CHECKPOINT_SECONDS:
@@ -234,25 +212,14 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder of the exported model")
     parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("build/reference-model"),
-        help="folder of checkpoints",
+        "--work", type=Path, default=Path("build/reference-model"), help="folder of checkpoints"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --work")
     parser.add_argument(
-        "--stop-step",
-        type=int,
-        default=total_steps(),
-        help="stop early, as a smoke test does",
+        "--stop-step", type=int, default=total_steps(), help="stop early, as a smoke test does"
     )
-    parser.add_argument(
-        "--items",
-        type=int,
-        default=200,
-        help="evaluation questions per kind and length",
-    )
+    parser.add_argument("--items", type=int, default=200, help="evaluation questions per kind and length")
     parser.add_argument(
         "--conversations",
         type=Path,
@@ -260,21 +227,14 @@ def main() -> None:
         help="demo conversations to write",
     )
     parser.add_argument("--train-only", action="store_true", help="write checkpoints and nothing else")
-    parser.add_argument(
-        "--export-only",
-        action="store_true",
-        help="export the checkpoint in --work and stop",
-    )
+    parser.add_argument("--export-only", action="store_true", help="export the checkpoint in --work and stop")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if args.export_only:
         export(args.work, args.out)
         return
     if not (args.resume and (args.work / "tokenizer" / "tokenizer.json").exists()):
-        save_tokenizer(
-            train_tokenizer(training_texts(load_corpus(), args.seed)),
-            args.work / "tokenizer",
-        )
+        save_tokenizer(train_tokenizer(training_texts(load_corpus(), args.seed)), args.work / "tokenizer")
     store = (args.work / "rendezvous").absolute()
     store.unlink(missing_ok=True)
     worker_args = (args.work, args.seed, args.resume, args.stop_step, f"file://{store}")

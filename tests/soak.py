@@ -180,7 +180,7 @@ class Soak:
         """One disturbance after the other, in a random order."""
         rng = random.Random(self._seed)
         kinds: list[Callable[[random.Random], None]] = [
-            *(self._kill_daemon, self._damage_disk, self._flush, self._update_weights),
+            *(self._kill_daemon, self._damage_disk, self._flush, self._update_weights)
         ]
         while not self._is_over.is_set():
             for kind in rng.sample(kinds, len(kinds)):

@@ -178,11 +178,7 @@ class Subspace(Method):
             num_bytes = sum(part.nbytes for kv in turn.segment for part in (kv.k, kv.v))
             return Stored(turn.segment, num_bytes, damage=0.0)
         encoded = self.codec.encode(
-            read,
-            start_token=start,
-            num_tokens=num_tokens,
-            attention=attention,
-            max_damage=max_damage,
+            read, start_token=start, num_tokens=num_tokens, attention=attention, max_damage=max_damage
         )
         decoder = self.codec.open(encoded.params, start_token=start, num_tokens=num_tokens)
         decoded = decoder.decode_all(encoded.blocks)

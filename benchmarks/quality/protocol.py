@@ -169,13 +169,7 @@ class _Observer:
         if bounds is None:
             return None
         return Turn(
-            bounds[0],
-            token_slice(kv, *bounds),
-            kv,
-            rows,
-            self._statistics,
-            self._seed,
-            self._history_tokens,
+            bounds[0], token_slice(kv, *bounds), kv, rows, self._statistics, self._seed, self._history_tokens
         )
 
     def _query_rows(self, queries: Sequence[Tensor], start: int, end: int) -> QueryRows:

@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_serving(
-    given: argparse.Namespace,
-    columns: Columns,
-    summarize: Callable[[Result], Result] = rows.summarize,
+    given: argparse.Namespace, columns: Columns, summarize: Callable[[Result], Result] = rows.summarize
 ) -> int:
     """Run what was asked for, write its summary and show its rows; returns the exit status."""
 

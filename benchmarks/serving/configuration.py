@@ -179,11 +179,7 @@ class Configuration:
     def options_of(self, name: str) -> dict[str, Any]:
         """Options of a krul server, but for its folders and its host memory."""
         base, *variants = name.split("+")
-        own = {
-            "native": {},
-            "compressed": self.compressed_options,
-            "full-load": {"planner": "full-load"},
-        }
+        own = {"native": {}, "compressed": self.compressed_options, "full-load": {"planner": "full-load"}}
         options = {**self.krul_options, **own[base]}
         for variant in variants:
             options |= VARIANTS.get(variant, {})

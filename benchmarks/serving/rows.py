@@ -58,11 +58,7 @@ def row(
 
 
 def of_tiers(
-    turns: Sequence[TurnResult],
-    of_reference: Sequence[TurnResult],
-    counts: Counts | None,
-    *,
-    page_size: int,
+    turns: Sequence[TurnResult], of_reference: Sequence[TurnResult], counts: Counts | None, *, page_size: int
 ) -> dict[str, Any]:
     """What a server's tiers hold at the end, and did for its returning turns; empty without krul.
 

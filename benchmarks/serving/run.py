@@ -11,12 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.bench_serving import (
-    as_chat,
-    plan_pools_of_groups,
-    rows_of_reports,
-    run_bench_serving,
-)
+from benchmarks.serving.bench_serving import as_chat, plan_pools_of_groups, rows_of_reports, run_bench_serving
 from benchmarks.serving.configuration import Configuration
 from benchmarks.serving.conversations import choose_conversations
 from benchmarks.serving.divergence import TOP_TOKENS, ask_and_compare, rows_of, whole_conversations

@@ -43,11 +43,7 @@ def run(configuration: Configuration) -> dict[str, Any]:
         rows += _part("SSD", lambda: disk_rows(configuration, folder))
         rows += _part("metadata", lambda: overhead_rows(configuration, folder))
         rows += _part("Mooncake", lambda: mooncake_rows(configuration, folder))
-    return {
-        "configuration": configuration.to_json(),
-        "targets": targets(rows),
-        "rows": rows,
-    }
+    return {"configuration": configuration.to_json(), "targets": targets(rows), "rows": rows}
 
 
 def _part(name: str, measure: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:

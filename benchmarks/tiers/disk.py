@@ -20,14 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tiers.configuration import MIB, Configuration, TiersBenchmarkError
-from benchmarks.tiers.segments import (
-    Bytes,
-    Operations,
-    make_manifest,
-    make_model,
-    page_keys,
-    token_ids,
-)
+from benchmarks.tiers.segments import Bytes, Operations, make_manifest, make_model, page_keys, token_ids
 from benchmarks.tiers.timing import byte_row, interleaved, seconds_of
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.interface import Checksums, block_checksums

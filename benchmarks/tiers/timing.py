@@ -81,9 +81,5 @@ def byte_row(
     }
     if disk_s is not None:
         disk_gbs = gbs(num_bytes, statistics.median(disk_s))
-        fields |= {
-            "disk_gbs": disk_gbs,
-            "disk_samples_s": list(disk_s),
-            "ratio": throughput_gbs / disk_gbs,
-        }
+        fields |= {"disk_gbs": disk_gbs, "disk_samples_s": list(disk_s), "ratio": throughput_gbs / disk_gbs}
     return row(op, seconds, **fields)

@@ -29,10 +29,7 @@ def _run_latent(layer: Any, positions: torch.Tensor, hidden: Any, batch: Any) ->
 _SCRATCH_SIZE = 2
 """Numbers of scratch memory that SGLang's DeepSeek model gives to each layer."""
 
-_FAMILIES: dict[tuple[str, ...], Callable[..., Any]] = {
-    (): _run_plain,
-    ("zero_allocator",): _run_latent,
-}
+_FAMILIES: dict[tuple[str, ...], Callable[..., Any]] = {(): _run_plain, ("zero_allocator",): _run_latent}
 """Maps the arguments that a layer requires after positions, hidden states and batch to a function that calls
 it."""
 

@@ -10,20 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from krul_backend.strategy import SUBSPACE
-from krul_sglang.adapter.hook_targets import (
-    SCHEDULER_INIT,
-    IncompatibleEngineError,
-    verify_engine,
-)
+from krul_sglang.adapter.hook_targets import SCHEDULER_INIT, IncompatibleEngineError, verify_engine
 from krul_sglang.adapter.platforms.nvidia import provide_toolkit
 from krul_sglang.adapter.runtime import KrulRuntime
-from krul_sglang.adapter.unsupported import (
-    SMALL_PAGES,
-    check_flags,
-    check_model,
-    model_facts,
-    options_of,
-)
+from krul_sglang.adapter.unsupported import SMALL_PAGES, check_flags, check_model, model_facts, options_of
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common.moved_runs import MOVED_TOKENS
 from krul_sglang.reasons import REASONS

@@ -19,10 +19,7 @@ class MinuteLog:
     """Writes one line for each minute in which something was saved, dropped or restored. For one thread."""
 
     def __init__(
-        self,
-        saved: OffloadCounters,
-        restored: LoadCounters,
-        clock: Callable[[], float] = time.monotonic,
+        self, saved: OffloadCounters, restored: LoadCounters, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._saved = saved
         self._restored = restored

@@ -25,12 +25,7 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        num_history: int,
-        num_tokens: int,
-        history: History,
-        device: torch.device,
-        token_to_kv_pool: Any,
+        self, num_history: int, num_tokens: int, history: History, device: torch.device, token_to_kv_pool: Any
     ) -> None:
         self.token_to_kv_pool = token_to_kv_pool
         self.error: Exception | None = None

@@ -375,10 +375,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         """Wait so long until turns are read, for those that need the daemon only while it is prompt."""
         is_prompt = self.cache_linker.asking.patience.is_prompt
         self.cache_linker.offloader.finish(
-            jobs,
-            wait_s,
-            is_store_prompt=is_prompt,
-            make_room=self.cache_linker.returning.give_copies_back,
+            jobs, wait_s, is_store_prompt=is_prompt, make_room=self.cache_linker.returning.give_copies_back
         )
 
     def probe_when_idle(self) -> None:

@@ -13,14 +13,7 @@ import typer
 from krul_backend.errors import ConfigError
 from krul_backend.memory import parse_bytes
 from krul_backend.one_line_errors import EXIT_FAILED, OneLineErrors
-from krul_sglang.models.find import (
-    BUNDLED,
-    REFERENCE_MODEL,
-    SMOLLM2,
-    ModelError,
-    find_model,
-    smollm2_folder,
-)
+from krul_sglang.models.find import BUNDLED, REFERENCE_MODEL, SMOLLM2, ModelError, find_model, smollm2_folder
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
@@ -231,8 +224,7 @@ def selftest(
         float, typer.Option(help="Least share of the prompt that has to come from host memory.")
     ] = 0.5,
     max_noise_tokens: Annotated[
-        int,
-        typer.Option(help="Most tokens of noise to send; a larger device pool cannot be flushed.", min=1),
+        int, typer.Option(help="Most tokens of noise to send; a larger device pool cannot be flushed.", min=1)
     ] = 1_000_000,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the whole probe.")] = 600.0,
     api_key: _ApiKey = None,
@@ -320,12 +312,10 @@ def doctor(
 def trace(
     url: _Url,
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a Chrome trace to FILE, for ui.perfetto.dev."),
+        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace to FILE, for ui.perfetto.dev.")
     ] = None,
     gantt: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="Draw one restore to FILE.png; needs matplotlib."),
+        Path | None, typer.Option(metavar="FILE.png", help="Draw one restore to FILE.png; needs matplotlib.")
     ] = None,
     index: Annotated[
         int | None,
@@ -365,8 +355,7 @@ def trace(
 def why(
     url: _Url,
     rid: Annotated[
-        str | None,
-        typer.Argument(metavar="[REQUEST]", help="Id of a request, as its answer has it."),
+        str | None, typer.Argument(metavar="[REQUEST]", help="Id of a request, as its answer has it.")
     ] = None,
     last: Annotated[int, typer.Option(help="Without a request: show the last N.", min=1)] = 10,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the answer.")] = 30.0,

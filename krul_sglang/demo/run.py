@@ -144,9 +144,7 @@ def run_demo(
     """
     servers = {
         name: ServerProcess(
-            config.model_path,
-            args=server_args(name, config, pools),
-            ready_timeout_s=config.ready_timeout_s,
+            config.model_path, args=server_args(name, config, pools), ready_timeout_s=config.ready_timeout_s
         )
         for name in SERVERS
     }

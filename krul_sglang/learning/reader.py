@@ -97,11 +97,7 @@ class TextReader:
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        query_rows: int = 256,
-        load_layer: Callable[[int], Any] | None = None,
+        self, model: Any, *, query_rows: int = 256, load_layer: Callable[[int], Any] | None = None
     ) -> None:
         self._model = model
         self._query_rows = query_rows

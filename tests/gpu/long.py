@@ -42,8 +42,4 @@ def _run(module_and_arguments: list[str]) -> dict[str, Any]:
     return {"summary": finished.stdout.strip().splitlines()[-1]}
 
 
-CHECKS: Stage = (
-    ("restores", restores),
-    ("server tests", server_tests),
-    ("crash rounds", crash_rounds),
-)
+CHECKS: Stage = (("restores", restores), ("server tests", server_tests), ("crash rounds", crash_rounds))

@@ -16,11 +16,7 @@ from tests.support.forked_server import ForkedServer
 from tests.support.scenario import Played, play_all
 from tests.support.tiny_model import build_tiny_model
 
-_PORTS_OF_WORKERS = {
-    "gw0": range(20_000, 22_000),
-    "gw1": range(30_000, 32_000),
-    "gw2": range(18_000, 20_000),
-}
+_PORTS_OF_WORKERS = {"gw0": range(20_000, 22_000), "gw1": range(30_000, 32_000), "gw2": range(18_000, 20_000)}
 """A server binds its port ten seconds after it was chosen. SGLang chooses its own ports between these."""
 
 

@@ -402,10 +402,7 @@ def test_the_arena_of_a_daemon_that_died_stays_locked_while_it_is_copied_from(
 ) -> None:
     device = StrictDevice()
     store = DaemonStore(
-        own_daemon.runtime_dir,
-        model=MODEL,
-        on_arena=partial(lock_arena, device),
-        restart=own_daemon.restart,
+        own_daemon.runtime_dir, model=MODEL, on_arena=partial(lock_arena, device), restart=own_daemon.restart
     )
     _, written = put(store, "c", 0, 2)
     lease = lease_pages(store, "c", 0, 2)

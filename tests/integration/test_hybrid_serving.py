@@ -220,9 +220,7 @@ def test_without_their_states_the_answers_would_be_others(model: Path, server: S
 
 
 @pytest.mark.parametrize(
-    ("args", "env"),
-    [((), STRICT), (("--tp", "2"), STRICT_ON_TWO_CORES)],
-    ids=["one rank", "two ranks"],
+    ("args", "env"), [((), STRICT), (("--tp", "2"), STRICT_ON_TWO_CORES)], ids=["one rank", "two ranks"]
 )
 def test_failed_loads_are_computed_from_the_state_before(
     model: Path, kept: tuple[Played, Branched], args: tuple[str, ...], env: dict[str, str]

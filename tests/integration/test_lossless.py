@@ -39,9 +39,7 @@ MODES = {
     "bf16-chunked-prefill": Mode("bfloat16", ("--chunked-prefill-size", "512"), (("OMP_NUM_THREADS", "2"),)),
     "fp32-python-tree": Mode("float32", (), (("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python"),)),
     "fp32-tp2-chunked-prefill": Mode(
-        "float32",
-        ("--tp", "2", "--chunked-prefill-size", "512"),
-        (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),),
+        "float32", ("--tp", "2", "--chunked-prefill-size", "512"), (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),)
     ),
 }
 

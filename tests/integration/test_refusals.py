@@ -39,12 +39,7 @@ def launch(
         env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
     # A session of its own, so that every process it started can be told from others.
     with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-        start_new_session=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
     ) as process:
         try:
             stdout, stderr = process.communicate(timeout=300)

@@ -81,9 +81,7 @@ def mean(outcomes: Sequence[Outcome], measure: str) -> float:
     return sum(float(outcome.samples[measure].mean()) for outcome in outcomes) / len(outcomes)
 
 
-def test_algorithm_1_finds_the_copies_and_sharing_them_is_cheap(
-    conversations: list[TeacherForced],
-) -> None:
+def test_algorithm_1_finds_the_copies_and_sharing_them_is_cheap(conversations: list[TeacherForced]) -> None:
     outcomes = play("depth-doubled", list(SELECTORS), conversations)
     pairs = sum((outcome.pairs for outcome in outcomes["krul"]), Counter[Pair]())
     assert set(pairs) <= COPIES

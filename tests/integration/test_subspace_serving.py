@@ -14,13 +14,7 @@ from transformers import AutoTokenizer
 
 import krul_sglang
 from benchmarks.serving.configuration import Configuration
-from benchmarks.serving.divergence import (
-    ComparedTurn,
-    Predictions,
-    ask_and_compare,
-    divergences,
-    predictions,
-)
+from benchmarks.serving.divergence import ComparedTurn, Predictions, ask_and_compare, divergences, predictions
 from benchmarks.serving.servers import Server
 from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
 from krul_sglang.config import KrulConfig
@@ -62,12 +56,7 @@ def learn(
 ) -> None:
     """Learn bases, from little text, which is fast, to where a server with this cache looks for them."""
     lines = learn_to_files(
-        Checkpoint(str(model)),
-        None,
-        num_pieces=num_pieces,
-        tp_size=tp_size,
-        cache_dir=cache_dir,
-        texts=texts,
+        Checkpoint(str(model)), None, num_pieces=num_pieces, tp_size=tp_size, cache_dir=cache_dir, texts=texts
     )
     assert sum(line.startswith("wrote ") for line in lines) == tp_size
 

@@ -11,9 +11,7 @@ import pytest
 from krul_sglang.models.find import find_model
 from tests.peers.servers import PeerServers
 
-NOT_RUN = {
-    "test_gsm8k": "its questions are fetched from the internet, and a model of this size answers none",
-}
+NOT_RUN = {"test_gsm8k": "its questions are fetched from the internet, and a model of this size answers none"}
 """Tests of kits by name, and why they are left out."""
 
 FAILS_WITHOUT_KRUL = {

@@ -41,10 +41,7 @@ from benchmarks.serving.conversations import generated_conversation
 from tests.peers.servers import PeerServers, Setup
 from tests.support.scenario import assert_nothing_left_behind, settled_stats
 
-CHECKED = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-}
+CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 """What SGLang's own fixture of streaming sessions sets: leaks end the server."""
 
 PLAIN = Setup(pool_tokens=3000)
@@ -161,11 +158,7 @@ class TestCacheHit(Peer):
 
     def test_multiturn_cache_hit(self) -> None:
         run_multiturn_cache_hit_test(
-            self.base_url,
-            self.model,
-            num_clients=5,
-            output_length=16,
-            dataset_path=str(self.data_set),
+            self.base_url, self.model, num_clients=5, output_length=16, dataset_path=str(self.data_set)
         )
 
 

@@ -142,12 +142,7 @@ class RawClient:
 
     def say_hello(self, model: ModelIdentity) -> str:
         """Name a model; returns its fingerprint."""
-        self.ask(
-            HelloRequest,
-            format=FORMAT_VERSION,
-            model=model,
-            fingerprint=model.fingerprint,
-        )
+        self.ask(HelloRequest, format=FORMAT_VERSION, model=model, fingerprint=model.fingerprint)
         return model.fingerprint
 
     def blocks(self, spans: Sequence[Span]) -> list[npt.NDArray[np.uint8]]:
@@ -188,11 +183,7 @@ def store(client: RawClient, conversation: str, first: int, end: int, number: in
 def lease(client: RawClient, conversation: str, end: int, number: int = 1) -> tuple[SegmentSlice, ...]:
     keys = page_keys(conversation, 0, end)
     return client.ask(
-        LeaseRequest,
-        tokens_of(keys),
-        lease_id=number,
-        fingerprint=MODEL.fingerprint,
-        page_keys=keys,
+        LeaseRequest, tokens_of(keys), lease_id=number, fingerprint=MODEL.fingerprint, page_keys=keys
     )
 
 

@@ -45,12 +45,7 @@ class TensorPool:
     """What the loader and head attention use of ``DevicePool``: random rows of every layer, on the CPU."""
 
     def __init__(
-        self,
-        shape: LayerShape,
-        num_layers: int,
-        num_slots: int,
-        seed: int = 0,
-        device: Device | None = None,
+        self, shape: LayerShape, num_layers: int, num_slots: int, seed: int = 0, device: Device | None = None
     ) -> None:
         self.shape = shape
         self.num_layers = num_layers

@@ -178,11 +178,7 @@ def encode_drawn(
     """The decoder and the page-locked block of random KV in the first group of a codec's bases."""
     layers = codec.draw(num_tokens)
     encoded = codec.encode(
-        layers.__getitem__,
-        start_token=0,
-        num_tokens=num_tokens,
-        attention=None,
-        max_damage=max_damage,
+        layers.__getitem__, start_token=0, num_tokens=num_tokens, attention=None, max_damage=max_damage
     )
     block = device.host_empty(encoded.blocks[0].shape, torch.uint8).copy_(encoded.blocks[0])
     return codec.open(encoded.params, start_token=0, num_tokens=num_tokens), block

@@ -51,11 +51,7 @@ class Case:
         rows = sum(num_tokens for _, num_tokens in spans)
         self.q, self.k, self.v = (
             torch.randn(rows, heads, dim, generator=generator).to(dtype)
-            for heads, dim in (
-                (num_q_heads, HEAD_DIM),
-                (num_kv_heads, HEAD_DIM),
-                (num_kv_heads, value_dim),
-            )
+            for heads, dim in ((num_q_heads, HEAD_DIM), (num_kv_heads, HEAD_DIM), (num_kv_heads, value_dim))
         )
         slots = torch.randperm(num_slots, generator=generator)
         self.spans: list[Span] = []

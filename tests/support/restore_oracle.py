@@ -15,17 +15,7 @@ from krul_backend.strategy.strategy import Precision, Strategy
 from tests.support.codec_builders import encode_all, random_layers, rotary_table
 
 Restore = Callable[
-    [
-        UnitDecoder,
-        int,
-        dict[int, torch.Tensor],
-        int,
-        int,
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-    ],
-    None,
+    [UnitDecoder, int, dict[int, torch.Tensor], int, int, torch.Tensor, torch.Tensor, torch.Tensor], None
 ]
 """As ``restore_layer``."""
 

@@ -113,12 +113,7 @@ def put_below(
 
 
 def put_in_dram(
-    rig: Rig,
-    conversation: str,
-    first: int,
-    end: int,
-    sizes: tuple[int, ...] = SIZES,
-    range_bytes: int = 0,
+    rig: Rig, conversation: str, first: int, end: int, sizes: tuple[int, ...] = SIZES, range_bytes: int = 0
 ) -> tuple[int, tuple[bytes, ...]]:
     """A segment that DRAM alone has: committed past the lower tiers."""
     reservation = rig.host.reserve(sizes)

@@ -146,12 +146,8 @@ def test_a_view_outlives_its_arena() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    steps=st.lists(st.tuples(st.booleans(), st.integers(1, 400), st.integers(0, 10**6)), max_size=80),
-)
-def test_any_history_keeps_the_extents_apart_and_the_totals_right(
-    steps: list[tuple[bool, int, int]],
-) -> None:
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 400), st.integers(0, 10**6)), max_size=80))
+def test_any_history_keeps_the_extents_apart_and_the_totals_right(steps: list[tuple[bool, int, int]]) -> None:
     arena = Arena(4096)
     held: dict[int, tuple[object, int]] = {}
     for step, (is_free, num_bytes, choice) in enumerate(steps):
@@ -221,10 +217,7 @@ def test_trying_on_free_extents_changes_nothing_and_tells_the_truth(
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    freed=st.sets(st.integers(0, 11)),
-)
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12), freed=st.sets(st.integers(0, 11)))
 def test_blocks_freed_together_leave_what_they_leave_one_by_one(sizes: list[int], freed: set[int]) -> None:
     single, together = FreeExtents(400), FreeExtents(400)
     ranges = [(single.take(size), size) for size in sizes]

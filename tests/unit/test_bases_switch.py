@@ -20,15 +20,7 @@ from krul_sglang.engine.budget.probing import ProbeOutcome
 from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun
 from krul_sglang.engine.restore.restore_path import RestorePath
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
-from tests.support.budget_builders import (
-    BASES,
-    MODEL,
-    NUM_LAYERS,
-    PAGE_SIZE,
-    ROTARY,
-    SHAPE,
-    BudgetedServer,
-)
+from tests.support.budget_builders import BASES, MODEL, NUM_LAYERS, PAGE_SIZE, ROTARY, SHAPE, BudgetedServer
 from tests.support.planning_builders import HeadsPlanner, planning_of
 from tests.support.subspace_builders import make_bases, make_layers
 
@@ -241,9 +233,7 @@ def try_to_load(server: BudgetedServer) -> RestorePlanning:
     return planning
 
 
-def test_a_segment_whose_bases_may_come_is_a_miss_and_stays(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_segment_whose_bases_may_come_is_a_miss_and_stays(caplog: pytest.LogCaptureFixture) -> None:
     server = BudgetedServer(LIMIT)
     other = store_in_other_bases(server)
     asked = list[str]()

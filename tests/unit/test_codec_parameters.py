@@ -67,10 +67,7 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
         (changed(("pairs",), []), "1 pairs have"),
         (changed(("pairs",), [{"k": [1, 1]}]), "field `v`"),
         (changed(("pairs", 0, "sharing"), "slerp"), "field `sharing`"),
-        (
-            changed(("pairs", 0), {"sharing": "predicted", "map": "3"}),
-            "field `(k|sharing)`",
-        ),
+        (changed(("pairs", 0), {"sharing": "predicted", "map": "3"}), "field `(k|sharing)`"),
         (changed(("pairs", 0), [[1, 1], [1, 1]]), "got `array`"),
         (changed(("pairs", 0, "k"), [1]), "2 KV heads"),
         (changed(("pairs", 0, "v"), [0, NUM_TOKENS + 1]), "not all in 0..20"),

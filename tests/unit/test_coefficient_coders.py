@@ -48,10 +48,7 @@ def blocks(draw: st.DrawFn) -> Block:
 
 
 def decoded(
-    encoded: EncodedLevels,
-    scales: np.ndarray,
-    num_tokens: int,
-    first_record: int = 0,
+    encoded: EncodedLevels, scales: np.ndarray, num_tokens: int, first_record: int = 0
 ) -> tuple[Levels, np.ndarray]:
     out = np.full((num_tokens, len(scales)), 77, np.int16)
     start = int(encoded.record_num_bytes[:first_record].sum())
@@ -160,18 +157,8 @@ def test_without_coefficients_only_shifts_are_stored() -> None:
         (np.zeros((3, 2), np.int16), np.ones(3, np.uint8), NO_SHIFTS, r"\[T, 3\]"),
         (np.zeros(3, np.int16), np.ones(3, np.uint8), NO_SHIFTS, r"\[T, 3\]"),
         (np.zeros((3, 2), np.int16), np.ones(2, np.int64), NO_SHIFTS, "scales are uint8"),
-        (
-            np.zeros((3, 2), np.int16),
-            np.array([1, 48], np.uint8),
-            NO_SHIFTS,
-            "scale 48 is unknown",
-        ),
-        (
-            np.eye(3, 2, dtype=np.int16),
-            np.array([1, 0], np.uint8),
-            NO_SHIFTS,
-            "scale 0 is not zero",
-        ),
+        (np.zeros((3, 2), np.int16), np.array([1, 48], np.uint8), NO_SHIFTS, "scale 48 is unknown"),
+        (np.eye(3, 2, dtype=np.int16), np.array([1, 0], np.uint8), NO_SHIFTS, "scale 0 is not zero"),
         (np.zeros((3, 2), np.int16), np.ones(2, np.uint8), np.zeros(2, np.int8), r"int8 \[3\]"),
         (np.zeros((3, 2), np.int16), np.ones(2, np.uint8), np.zeros(3, np.int16), r"int8 \[3\]"),
         (np.zeros((3, 2), np.int16), np.ones(2, np.uint8), np.array([0, 8, 0], np.int8), "-8 to 7"),

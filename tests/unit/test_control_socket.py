@@ -60,10 +60,7 @@ def remove_clients(path: Path) -> None:
     ],
 )
 def test_a_tcp_endpoint_without_its_keys_is_refused(
-    tmp_path: Path,
-    context: zmq.Context[zmq.Socket[bytes]],
-    spoil: Callable[[Path], None],
-    said: str,
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], spoil: Callable[[Path], None], said: str
 ) -> None:
     keys = make_keys(tmp_path)
     spoil(keys)

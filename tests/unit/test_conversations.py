@@ -99,14 +99,7 @@ def test_messages_hold_the_given_answers_and_not_those_of_the_file(tmp_path: Pat
             r": entry 0, turn 0: expected human, user, gpt, assistant or system, got 'robot'",
         ),
         (
-            [
-                {
-                    "messages": [
-                        {"role": "user", "content": "a"},
-                        {"role": "system", "content": "b"},
-                    ]
-                }
-            ],
+            [{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}],
             r": entry 0, turn 1: a system turn is expected only as turn 0",
         ),
         (
@@ -161,12 +154,7 @@ def test_needed_pool_is_whole_pages_with_a_margin(num_tokens: int, page_size: in
 def test_default_pool_holds_the_longest_conversation_but_not_all() -> None:
     conversations = [conversation("a", "x" * 900), conversation("b", "x" * 990), conversation("c", "x" * 500)]
     pools = plan_pools(
-        conversations,
-        count_characters,
-        max_tokens=10,
-        page_size=16,
-        device_tokens=None,
-        context_length=None,
+        conversations, count_characters, max_tokens=10, page_size=16, device_tokens=None, context_length=None
     )
     assert (pools.longest_tokens, pools.total_tokens) == (1000, 2420)
     assert pools.device_tokens == 1328  # 1.25 x 1000 + 64, in pages of 16

@@ -334,11 +334,7 @@ def test_long_lists_come_in_parts(daemon: FakeDaemon, runtime_dir: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("op", "call"),
-    [
-        ("verify", lambda client: client.verify()),
-        ("flush", lambda client: client.flush(30.0)),
-    ],
+    ("op", "call"), [("verify", lambda client: client.verify()), ("flush", lambda client: client.flush(30.0))]
 )
 def test_what_takes_minutes_is_not_asked_of_a_daemon_that_hangs(
     daemon: FakeDaemon, runtime_dir: Path, op: str, call: Callable[[AdminClient], object]
@@ -352,8 +348,7 @@ def test_what_takes_minutes_is_not_asked_of_a_daemon_that_hangs(
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"),
-    [("value", ValueError), ("key", KeyError), ("tier-read", TierReadError)],
+    ("code", "expected"), [("value", ValueError), ("key", KeyError), ("tier-read", TierReadError)]
 )
 def test_errors_of_the_request_are_the_interfaces(
     daemon: FakeDaemon, make_store: Make, code: str, expected: type[Exception]

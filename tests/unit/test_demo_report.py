@@ -96,12 +96,7 @@ def test_time_per_token_leaves_the_first_token_out(num_tokens: int, tpot_s: floa
 
 
 def test_summary_counts() -> None:
-    rows = [
-        row(turn=1),
-        row(host=160),
-        row(host=80),
-        row(answer="No idea."),
-    ]
+    rows = [row(turn=1), row(host=160), row(host=80), row(answer="No idea.")]
     summary = summarize(rows, answers_must_be_same=True)
     assert summary.same_answers == {"device": 4, "recompute": 0, "krul": 3}
     assert (summary.answers, summary.returning_turns) == (4, 3)

@@ -9,24 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from reference_model.dialogues import (
-    DialogueWriter,
-    Style,
-    Turn,
-    draw_style,
-    message_text,
-)
+from reference_model.dialogues import DialogueWriter, Style, Turn, draw_style, message_text
 from reference_model.facts import KINDS, Kind, SpanKind
 from reference_model.lexicon import Split, lexicon, open_lexicon, words_of_pieces
 
-STYLE = Style(
-    max_filler_words=20,
-    demo=False,
-    ask_weight=6,
-    links=True,
-    teams=True,
-    corrections=0.3,
-)
+STYLE = Style(max_filler_words=20, demo=False, ask_weight=6, links=True, teams=True, corrections=0.3)
 
 
 def write(seed: int, num_turns: int = 25, style: Style = STYLE) -> list[Turn]:
@@ -133,14 +120,7 @@ def test_same_seed_same_dialogue() -> None:
 
 
 def test_demo_questions_ask_about_earlier_turns_only() -> None:
-    style = Style(
-        max_filler_words=20,
-        demo=True,
-        ask_weight=0,
-        links=False,
-        teams=False,
-        corrections=0.0,
-    )
+    style = Style(max_filler_words=20, demo=True, ask_weight=0, links=False, teams=False, corrections=0.0)
     for seed in range(20):
         writer = DialogueWriter(style, "held_out", random.Random(seed))
         history = ""

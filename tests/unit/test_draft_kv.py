@@ -60,12 +60,7 @@ class Draft:
 
     def save(self, hint: Hint | None = None, *, is_wanted: bool = True) -> None:
         turn = Turn(
-            self.rig.page_keys,
-            self.rig.token_ids,
-            OLD,
-            model=self.rig.model,
-            ready=[],
-            hint=hint or Hint(),
+            self.rig.page_keys, self.rig.token_ids, OLD, model=self.rig.model, ready=[], hint=hint or Hint()
         )
         stream = self.pool.streams.new_stream()
         self.saver.save(turn, stream, lambda: None, lambda: is_wanted, lambda: nullcontext(True))

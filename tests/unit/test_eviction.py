@@ -172,10 +172,7 @@ def test_segments_that_name_each_other_are_all_victims(kind: str) -> None:
     ),
 )
 def test_in_any_tree_and_history_no_segment_leaves_after_its_child(
-    kind: str,
-    parents: list[int],
-    worths: list[tuple[int, float]],
-    touches: list[tuple[int, str]],
+    kind: str, parents: list[int], worths: list[tuple[int, float]], touches: list[tuple[int, str]]
 ) -> None:
     # Node i's parent is one of the nodes before it, or none (-1).
     tree = [choice % (i + 1) - 1 for i, choice in enumerate(parents)]

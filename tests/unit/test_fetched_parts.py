@@ -475,10 +475,7 @@ def test_a_part_that_a_tier_needs_before_its_continuation_says_that_it_is_one(ri
     # And who finds the conversation below is told what there is of it.
     rig.host.clear()
     lease = leased(rig, "c", 0, 5)
-    assert [piece.header.layer_first_token for piece in lease.slices] == [
-        TAIL.layer_first_token,
-        (12, 12),
-    ]
+    assert [piece.header.layer_first_token for piece in lease.slices] == [TAIL.layer_first_token, (12, 12)]
     assert wait_for(rig.store.fetch(lease)) == [ends_of(content, KEPT), next_turn]
     rig.store.release(lease)
     wait_until(lambda: rig.store.stats().fetched_segments == 3)

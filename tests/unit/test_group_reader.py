@@ -26,10 +26,7 @@ from krul_backend.errors import CodecError
 from krul_backend.segment import ModelIdentity, SegmentManifest
 from krul_backend.strategy.strategy import SUBSPACE, Strategy
 from krul_backend.tiers.common.interface import Lease
-from krul_sglang.engine.restore.segment_reader import (
-    SegmentReader,
-    open_segments,
-)
+from krul_sglang.engine.restore.segment_reader import SegmentReader, open_segments
 from krul_sglang.engine.restore.tail_groups import TailGroups
 from krul_sglang.engine.save.allocation import trim_path
 from tests.support.codec_builders import rotary_table

@@ -17,20 +17,9 @@ from krul_sglang.adapter.head_attention import HeadAttention, NoHeadsError
 from krul_sglang.engine.common import span_attention
 from krul_sglang.engine.common.span_attention import GatheredAttention, Span
 from krul_sglang.engine.restore.heads import Head
-from tests.support.head_attention_case import (
-    HEAD_DIM,
-    NUM_SLOTS,
-    VALUE_DIM,
-    Case,
-    own_slots,
-)
+from tests.support.head_attention_case import HEAD_DIM, NUM_SLOTS, VALUE_DIM, Case, own_slots
 
-SPANS = [
-    [(0, 5)],
-    [(7, 5)],
-    [(9, 1)],
-    [(0, 6), (5, 3), (0, 1), (11, 9)],
-]
+SPANS = [[(0, 5)], [(7, 5)], [(9, 1)], [(0, 6), (5, 3), (0, 1), (11, 9)]]
 
 
 @pytest.mark.parametrize("spans", SPANS)
@@ -238,11 +227,7 @@ def head_of(start: int, lengths: list[int]) -> Head:
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    start=st.integers(0, 6),
-    lengths=lengths_strategy,
-    cuts=st.lists(st.integers(0, 16), max_size=4),
-)
+@given(start=st.integers(0, 6), lengths=lengths_strategy, cuts=st.lists(st.integers(0, 16), max_size=4))
 def test_parts_cover_a_head_once(start: int, lengths: list[int], cuts: list[int]) -> None:
     head = head_of(start, lengths)
     bounds = sorted({0, *cuts, 20})

@@ -96,10 +96,7 @@ def test_a_lease_crosses_segments_and_ends_at_the_first_gap(store: HostStore) ->
     lease = lease_pages(store, "c", 0, 8)
     assert lease is not None
     assert lease.num_pages == 5
-    assert [(s.segment_id, s.first_page, s.end_page) for s in lease.slices] == [
-        (first, 0, 2),
-        (second, 0, 3),
-    ]
+    assert [(s.segment_id, s.first_page, s.end_page) for s in lease.slices] == [(first, 0, 2), (second, 0, 3)]
     stats = store.stats()
     assert (stats.lookups, stats.hit_pages, stats.missed_pages) == (1, 5, 3)
 
@@ -223,10 +220,7 @@ def test_a_segment_with_one_new_page_stays(store: HostStore) -> None:
     assert store.stats().num_pages == 4
     lease = lease_pages(store, "c", 0, 4)
     assert lease is not None
-    assert [(s.segment_id, s.first_page, s.end_page) for s in lease.slices] == [
-        (first, 0, 3),
-        (second, 2, 3),
-    ]
+    assert [(s.segment_id, s.first_page, s.end_page) for s in lease.slices] == [(first, 0, 3), (second, 2, 3)]
 
 
 def test_two_threads_that_commit_the_same_pages_leave_one_segment(store: HostStore) -> None:
@@ -767,10 +761,7 @@ def test_verify_takes_out_exactly_the_damaged_segments(store: HostStore) -> None
     assert store.verify().bad_segments == ()
     damage(store, "c1", 0, 1, 0, 3)
     damage(store, "c4", 0, 1, 1, 3)
-    assert store.verify().bad_segments == (
-        ids[1],
-        ids[4],
-    )
+    assert store.verify().bad_segments == (ids[1], ids[4])
     assert stored_ids(store) == [ids[0], ids[2], ids[3]]
     assert store.verify().bad_segments == ()
     assert store.stats().corrupted_segments == 2

@@ -186,11 +186,7 @@ class HostStoreMachine(RuleBasedStateMachine):
         range_bytes=range_sizes,
     )
     def put(
-        self,
-        sizes: tuple[int, int],
-        model: ModelIdentity,
-        path: tuple[int, bool, int, int],
-        range_bytes: int,
+        self, sizes: tuple[int, int], model: ModelIdentity, path: tuple[int, bool, int, int], range_bytes: int
     ) -> None:
         """Both in one step, so that most histories have segments enough to overlap and to be evicted."""
         num_pending = len(self.pending)

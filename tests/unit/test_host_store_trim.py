@@ -26,9 +26,7 @@ from tests.support.store_builders import (
     offset_in,
     page_keys,
 )
-from tests.support.store_builders import (
-    put as put_segment,
-)
+from tests.support.store_builders import put as put_segment
 
 put = partial(put_segment, range_bytes=1)
 """Of ranges so short that a trim keeps exactly what it is told to."""

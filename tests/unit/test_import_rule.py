@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "daemon.protocol": {"planner", "tiers.common"},
     "daemon.client": {"daemon.protocol", "planner", "store", "tiers.common"},
     "daemon.server": {
-        *("daemon.protocol", "store", "tiers.common", "tiers.dram", "tiers.mooncake", "tiers.ssd"),
+        *("daemon.protocol", "store", "tiers.common", "tiers.dram", "tiers.mooncake", "tiers.ssd")
     },
     "daemon.cli": {"daemon.client", "daemon.protocol", "daemon.server", "strategy", "tiers.common"},
     "daemon.__main__": {"daemon.cli"},

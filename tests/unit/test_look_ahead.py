@@ -12,12 +12,7 @@ import pytest
 import torch
 
 from krul_sglang.adapter import radix_cache
-from krul_sglang.adapter.radix_cache import (
-    MAX_LOOKED_UP_AHEAD,
-    KrulLinkerWrapper,
-    _PathEnd,
-    _PendingTurn,
-)
+from krul_sglang.adapter.radix_cache import MAX_LOOKED_UP_AHEAD, KrulLinkerWrapper, _PathEnd, _PendingTurn
 from krul_sglang.engine.save.turn import Turn
 from tests.support.segment_builders import MODEL
 
@@ -48,8 +43,7 @@ class Queue:
         self.wrapper: Any = KrulLinkerWrapper.__new__(KrulLinkerWrapper)
         self.released: list[str] = []
         self.wrapper.cache = SimpleNamespace(
-            token_to_kv_pool_allocator=SimpleNamespace(size=POOL_TOKENS),
-            page_size=4,
+            token_to_kv_pool_allocator=SimpleNamespace(size=POOL_TOKENS), page_size=4
         )
         self.offloader = SimpleNamespace(encoder=SimpleNamespace(lacks_room=False))
         self.wrapper.cache_linker = SimpleNamespace(

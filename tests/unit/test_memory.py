@@ -9,12 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from krul_backend.memory import (
-    format_bytes,
-    is_out_of_memory,
-    memory_limit_bytes,
-    parse_bytes,
-)
+from krul_backend.memory import format_bytes, is_out_of_memory, memory_limit_bytes, parse_bytes
 
 GIB = 2**30
 
@@ -60,9 +55,7 @@ def test_v2_every_level_above_counts(tmp_path: Path) -> None:
 
 
 def test_v1_with_the_hosts_path_in_a_container(tmp_path: Path) -> None:
-    files = {
-        "memory/memory.limit_in_bytes": f"{8 * GIB}\n",
-    }
+    files = {"memory/memory.limit_in_bytes": f"{8 * GIB}\n"}
     cgroup = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n"
     assert limit_gib(make_root(tmp_path, cgroup, files)) == 8
 
@@ -73,10 +66,7 @@ def test_v1_without_limit_has_a_huge_number(tmp_path: Path) -> None:
 
 
 def test_hybrid_takes_the_tighter_of_both_versions(tmp_path: Path) -> None:
-    files = {
-        "memory/a/memory.limit_in_bytes": f"{32 * GIB}",
-        "unified/b/memory.max": f"{30 * GIB}",
-    }
+    files = {"memory/a/memory.limit_in_bytes": f"{32 * GIB}", "unified/b/memory.max": f"{30 * GIB}"}
     assert limit_gib(make_root(tmp_path, "4:memory:/a\n0::/b\n", files)) == 30
 
 

@@ -99,10 +99,7 @@ def put(tier: MooncakeTier, manifest: SegmentManifest, seed: int = 0) -> list[Bl
 
 
 def match(
-    tier: MooncakeTier,
-    keys: Sequence[str],
-    next_token: int | None = None,
-    model: ModelIdentity = MODEL,
+    tier: MooncakeTier, keys: Sequence[str], next_token: int | None = None, model: ModelIdentity = MODEL
 ) -> tuple[PageRun[Any], ...]:
     return tier.match(model, keys, tokens_of(keys), next_token)
 
@@ -121,12 +118,7 @@ def test_what_one_host_stores_another_finds_and_reads(host: Host) -> None:
     (run,) = match(other, page_keys("c", 0, 5), next_token=0)
     assert (run.first_page, run.end_page) == (0, 3)
     got = run.segment.manifest
-    assert (got.model, got.page_keys, got.tenant, got.recompute_s) == (
-        MODEL,
-        manifest.page_keys,
-        "t",
-        0.5,
-    )
+    assert (got.model, got.page_keys, got.tenant, got.recompute_s) == (MODEL, manifest.page_keys, "t", 0.5)
     assert np.array_equal(got.token_ids, manifest.token_ids)
     read, landed = fetch(other, run)
     assert landed == [0, 1]

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.rotary import RotaryTable
-from krul_sglang.engine.common.moved_runs import (
-    WINDOW_EVERY,
-    WINDOW_TOKENS,
-    MovedRun,
-    RunIndex,
-    moved_key,
-)
+from krul_sglang.engine.common.moved_runs import WINDOW_EVERY, WINDOW_TOKENS, MovedRun, RunIndex, moved_key
 from krul_sglang.engine.restore import load_batch
 from krul_sglang.engine.restore.load_batch import MovedKeys
 from tests.support.engine_builders import TensorPool

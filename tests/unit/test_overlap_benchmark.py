@@ -32,13 +32,7 @@ from krul_sglang.traced_restore import TracedRestore
 
 RECORDED: dict[str, Any] = {
     "requests": [
-        {
-            "rid": "a",
-            "device_tokens": 0,
-            "restored_tokens": 64,
-            "head_ends": [48, 32, 0],
-            "planned_s": 0.9,
-        }
+        {"rid": "a", "device_tokens": 0, "restored_tokens": 64, "head_ends": [48, 32, 0], "planned_s": 0.9}
     ],
     "is_mixed": False,
     "was_rescued": False,

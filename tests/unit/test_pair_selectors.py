@@ -128,11 +128,7 @@ def test_minicache_shares_the_deepest_pairs_of_the_deep_half(
 
 @pytest.mark.parametrize(
     ("layer_ratio", "pairs"),
-    [
-        (0.5, ((3, 4), (5, 6), (7, 8))),
-        (0.0, ()),
-        (1.0, ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))),
-    ],
+    [(0.5, ((3, 4), (5, 6), (7, 8))), (0.0, ()), (1.0, ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)))],
 )
 def test_fixed_shares_neighbours_around_the_middle(layer_ratio: float, pairs: tuple[Pair, ...]) -> None:
     assert FixedSelector(layer_ratio).select(Evidence(12)).pairs == pairs

@@ -51,12 +51,7 @@ def bits(x: torch.Tensor) -> bytes:
     seed=st.integers(0, 100),
 )
 def test_what_is_kept_decodes_to_what_the_whole_decodes_to(
-    is_pair: bool,
-    precision: Precision,
-    num_tokens: int,
-    heads: list[int],
-    is_monotone: bool,
-    seed: int,
+    is_pair: bool, precision: Precision, num_tokens: int, heads: list[int], is_monotone: bool, seed: int
 ) -> None:
     codec = make_partial_codec()
     strategy = Strategy.from_pairs(NUM_LAYERS, PAIRS if is_pair else [], precision)

@@ -107,12 +107,7 @@ class Rig:
 
     def plan_load(self, held: HeldLease) -> Load | None:
         return self.restore.plan_load(
-            held,
-            KEYS[0],
-            torch.arange(END),
-            device_tokens=0,
-            new_tokens=1,
-            make_room=self.waiting.make_room,
+            held, KEYS[0], torch.arange(END), device_tokens=0, new_tokens=1, make_room=self.waiting.make_room
         )
 
     def load(self, load: Load) -> None:

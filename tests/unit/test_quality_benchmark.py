@@ -381,11 +381,7 @@ def test_a_summary_has_quantiles_in_the_place_of_samples() -> None:
 def test_rows_are_chosen_by_pattern_and_eviction_has_no_turns() -> None:
     rows = all_methods(codec(), 0.0)
     chosen = Configuration(methods=("krul r=0.5*", "h2o*"), turns=Turns.EACH).selected(rows)
-    assert [method.name for method in chosen] == [
-        "krul r=0.5 native",
-        "krul r=0.5 int8",
-        "krul r=0.5 int4",
-    ]
+    assert [method.name for method in chosen] == ["krul r=0.5 native", "krul r=0.5 int8", "krul r=0.5 int4"]
     with pytest.raises(BenchmarkError, match="no row matches"):
         Configuration(methods=("zip",)).selected(rows)
     with pytest.raises(BenchmarkError, match="--data"):

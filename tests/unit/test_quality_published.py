@@ -7,14 +7,7 @@ import torch
 
 from benchmarks.quality.methods import Stored, Turn
 from benchmarks.quality.model import HistoryModel, token_slice
-from benchmarks.quality.published import (
-    CodeTables,
-    LayerByLayer,
-    cachegen,
-    grouped,
-    nvfp4,
-    published_methods,
-)
+from benchmarks.quality.published import CodeTables, LayerByLayer, cachegen, grouped, nvfp4, published_methods
 from krul_backend.attention.rows import QueryRows
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.layout import LayerKV

@@ -22,10 +22,7 @@ from krul_backend.errors import CodecError, TierReadError
 from krul_backend.planner.interface import RestorePlan
 from krul_backend.tiers.common.interface import Block, SegmentSlice, SegmentTail, checksums_of, tail_is_right
 from krul_sglang.engine.restore.load_batch import Load
-from krul_sglang.engine.restore.segment_reader import (
-    SegmentReader,
-    open_segments,
-)
+from krul_sglang.engine.restore.segment_reader import SegmentReader, open_segments
 from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support import segment_builders as units
 from tests.support.engine_builders import NO_FORECAST, TensorPool, read_tails

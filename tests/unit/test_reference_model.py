@@ -16,19 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from reference_model.dialogues import DialogueWriter, Turn, draw_style, message_text
 from reference_model.evaluate import score
 from reference_model.evaluation_items import items_of_conversation, make_item
-from reference_model.export_conversations import (
-    MAX_TOKENS,
-    MIN_TOKENS,
-    write_conversations,
-)
+from reference_model.export_conversations import MAX_TOKENS, MIN_TOKENS, write_conversations
 from reference_model.lexicon import Split
 from reference_model.model import TrainingModel, export_model, init_weights
 from reference_model.model_card import model_card
-from reference_model.optimizer import (
-    LEARNING_RATE_KNOTS,
-    learning_rate_factor,
-    orthogonalise,
-)
+from reference_model.optimizer import LEARNING_RATE_KNOTS, learning_rate_factor, orthogonalise
 from reference_model.properties import history_removed
 from reference_model.sequences import encode_spans, encode_turn
 from reference_model.tokenizer import BOS_ID, END_ID
@@ -127,10 +119,7 @@ def test_generated_answers_are_stable_prefixes(chat_tokenizer: Any, model: Any) 
             prompt = chat_ids(chat_tokenizer, messages)
             inputs = torch.tensor([prompt])
             output = model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                max_new_tokens=40,
-                do_sample=False,
+                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=40, do_sample=False
             )[0].tolist()
             assert output[-1] == END_ID, chat_tokenizer.decode(output)
             text = chat_tokenizer.decode(output[len(prompt) :], skip_special_tokens=True)
@@ -162,11 +151,7 @@ def test_digits_are_single_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_template_accepts_parts_and_system_messages(chat_tokenizer: Any) -> None:
-    parts = [
-        {"type": "text", "text": "Hello "},
-        {"type": "image_url"},
-        {"type": "text", "text": "there."},
-    ]
+    parts = [{"type": "text", "text": "Hello "}, {"type": "image_url"}, {"type": "text", "text": "there."}]
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": parts},
@@ -220,12 +205,7 @@ def test_model_card_shows_the_recorded_evaluation() -> None:
     result = json.loads((FOLDER / "evaluation.json").read_text())
     assert (FOLDER / "README.md").read_text() == model_card(result)
     measured = {(row["kind"], row["history_tokens"]) for row in result["recall"]}
-    assert {
-        ("single", 512),
-        ("single", 1024),
-        ("single", 2000),
-        ("two_hop", 1024),
-    } <= measured
+    assert {("single", 512), ("single", 1024), ("single", 2000), ("two_hop", 1024)} <= measured
 
 
 def test_training_form_computes_the_exported_model(tmp_path: Path) -> None:

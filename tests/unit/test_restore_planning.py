@@ -28,15 +28,7 @@ from tests.support.planning_builders import (
     no_heads,
     planning_of,
 )
-from tests.support.segment_builders import (
-    BOUNDS,
-    DEVICE_TOKENS,
-    END,
-    NUM_LAYERS,
-    PAGE_SIZE,
-    lease_of,
-    stored,
-)
+from tests.support.segment_builders import BOUNDS, DEVICE_TOKENS, END, NUM_LAYERS, PAGE_SIZE, lease_of, stored
 
 
 def test_a_problem_says_what_is_stored_and_where() -> None:

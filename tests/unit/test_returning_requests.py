@@ -17,11 +17,7 @@ from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore import held_lease, returning_requests
 from krul_sglang.engine.restore.held_lease import MAX_RENEW_INTERVAL_S, RENEW_INTERVAL_S, HeldLease
 from krul_sglang.engine.restore.returning_request import Prompt, State
-from krul_sglang.engine.restore.returning_requests import (
-    RETRY_MISS_S,
-    RETRY_PREFETCH_S,
-    ReturningRequests,
-)
+from krul_sglang.engine.restore.returning_requests import RETRY_MISS_S, RETRY_PREFETCH_S, ReturningRequests
 from krul_sglang.reasons import Reasons
 from tests.support.store_builders import Clock, page_keys, put, tokens_of, wait_until
 from tests.support.tiered_builders import (

@@ -94,10 +94,7 @@ def served(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-CONNECT = {
-    "engine": lambda path: ClientSession(path, timeout_s=0.05),
-    "command line": AdminClient,
-}
+CONNECT = {"engine": lambda path: ClientSession(path, timeout_s=0.05), "command line": AdminClient}
 
 
 @pytest.mark.parametrize("connect", CONNECT.values(), ids=CONNECT)

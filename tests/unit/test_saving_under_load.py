@@ -72,11 +72,7 @@ class BusyBench(Bench):
             return []
         self.store.release(lease)
         return [
-            (
-                header.start_token,
-                header.num_tokens,
-                header.codec_params["codec"] == "native",
-            )
+            (header.start_token, header.num_tokens, header.codec_params["codec"] == "native")
             for header in (piece.header for piece in lease.slices)
         ]
 

@@ -184,11 +184,7 @@ def make_rank() -> Iterator[Any]:
     ranks: list[Rank] = []
 
     def make(
-        *,
-        is_lasting: bool = True,
-        strategy: str = "none",
-        has_draft: bool = False,
-        num_data_ranks: int = 1,
+        *, is_lasting: bool = True, strategy: str = "none", has_draft: bool = False, num_data_ranks: int = 1
     ) -> Rank:
         given = {"is_lasting": is_lasting, "strategy": strategy, "has_draft": has_draft}
         ranks.append(Rank(**given, num_data_ranks=num_data_ranks))

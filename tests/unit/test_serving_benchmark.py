@@ -283,10 +283,7 @@ class FakeServer:
             yield {"choices": [{"index": 0, "delta": {"content": piece}}]}
             time.sleep(0.01)
         yield {"choices": [], "sglext": {"cached_tokens_details": {"device": 2, "host": 5}}}
-        yield {
-            "choices": [],
-            "usage": {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12},
-        }
+        yield {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}}
         with self.lock:
             self.running -= 1
             self.busy_until = time.monotonic() + 0.1

@@ -30,14 +30,7 @@ from tests.support.ssd_builders import (
     put_manifest,
     random_blocks,
 )
-from tests.support.store_builders import (
-    Clock,
-    make_manifest,
-    make_model,
-    page_keys,
-    read_tail,
-    wait_until,
-)
+from tests.support.store_builders import Clock, make_manifest, make_model, page_keys, read_tail, wait_until
 
 
 @pytest.fixture

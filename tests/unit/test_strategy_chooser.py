@@ -14,11 +14,7 @@ from krul_backend.codec.pairs.selectors import Evidence, StrategySelector
 from krul_backend.strategy.strategy import SUBSPACE, LayerGroups, Precision, Strategy
 from krul_sglang.engine.capture.turn_capture import CapturedTurn
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.save.strategy_choice import (
-    ChoiceCounters,
-    ConversationStatistics,
-    SelectorDecision,
-)
+from krul_sglang.engine.save.strategy_choice import ChoiceCounters, ConversationStatistics, SelectorDecision
 from krul_sglang.engine.save.turn import Turn
 from krul_sglang.engine.save.turn_encoding import LayerEncoding
 from tests.support.attention_builders import Sequence

@@ -36,11 +36,7 @@ def segment() -> tuple[EncodedSegment, SubspaceDecoder]:
     codec = SubspaceCodec(bases, None, num_first_tokens=NUM_FIRST_TOKENS)
     layers = make_layers(bases, NUM_TOKENS, None)
     encoded = codec.encode(
-        layers.__getitem__,
-        start_token=START,
-        num_tokens=NUM_TOKENS,
-        attention=None,
-        max_damage=0.1,
+        layers.__getitem__, start_token=START, num_tokens=NUM_TOKENS, attention=None, max_damage=0.1
     )
     return encoded, codec.open(encoded.params, start_token=START, num_tokens=NUM_TOKENS)
 

@@ -37,13 +37,7 @@ from tests.support.subspace_cases import make_case, standard_bases, standard_cas
 )
 def test_what_cannot_be_encoded_is_refused(changes: dict[str, Any]) -> None:
     case = standard_case()
-    arguments = {
-        "start_token": 0,
-        "num_tokens": 150,
-        "attention": None,
-        "max_damage": 0.1,
-        **changes,
-    }
+    arguments = {"start_token": 0, "num_tokens": 150, "attention": None, "max_damage": 0.1, **changes}
     with pytest.raises(CodecError):
         case.codec.encode(case.layers.__getitem__, **arguments)
 

@@ -779,11 +779,7 @@ def test_lists_say_where_a_segment_lies_and_name_it_once(rig: Rig) -> None:
     alone, _ = put_in_dram(rig, "d", 0, 2)
     put_below(rig.mooncake, "e", 0, 3)
     tiers = {(info.segment_id, info.num_tokens): info.tiers for info in rig.store.list_segments()}
-    assert tiers == {
-        (both, 8): ("dram", "ssd", "mooncake"),
-        (alone, 8): ("dram",),
-        (2, 12): ("mooncake",),
-    }
+    assert tiers == {(both, 8): ("dram", "ssd", "mooncake"), (alone, 8): ("dram",), (2, 12): ("mooncake",)}
 
 
 def test_a_tier_is_asked_for_its_counts_while_leases_can_be_given(

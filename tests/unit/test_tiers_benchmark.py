@@ -168,8 +168,7 @@ def test_rows_are_medians_and_percentiles() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"block_bytes": ()}, {"block_bytes": (1,)}, {"repeats": 0}, {"arena_bytes": 128 * MIB}],
+    "options", [{"block_bytes": ()}, {"block_bytes": (1,)}, {"repeats": 0}, {"arena_bytes": 128 * MIB}]
 )
 def test_options_that_measure_nothing(options: dict[str, Any]) -> None:
     with pytest.raises(TiersBenchmarkError):

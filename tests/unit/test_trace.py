@@ -51,12 +51,7 @@ RESCUED: dict[str, Any] = {
     "is_mixed": True,
     "was_rescued": True,
     "end_s": 0.01,
-    "streams": {
-        "load": [],
-        "head": [[0, 0.005, 0.006], [1, 0.006, 0.007]],
-        "wait": [],
-        "own": [],
-    },
+    "streams": {"load": [], "head": [[0, 0.005, 0.006], [1, 0.006, 0.007]], "wait": [], "own": []},
 }
 LOAD_ROW, COMPUTE_ROW = 1, 2
 

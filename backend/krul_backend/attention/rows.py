@@ -108,11 +108,7 @@ ReadKeys = Callable[[int], torch.Tensor]
 
 
 def attention_rows(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    positions: torch.Tensor,
-    kv_heads: torch.Tensor,
-    scaling: float,
+    queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, kv_heads: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """Attention weights of one layer: fp32 ``[H, R, T]``; rows are distributions over tokens ``<= position``.
 

@@ -88,9 +88,7 @@ class RotaryTable:
         to_cos, to_sin = self._angles(x, to)
         squared_factor = cos.square() + sin.square()
         return self._turn(
-            x,
-            (to_cos * cos + to_sin * sin) / squared_factor,
-            (to_sin * cos - to_cos * sin) / squared_factor,
+            x, (to_cos * cos + to_sin * sin) / squared_factor, (to_sin * cos - to_cos * sin) / squared_factor
         )
 
     def pull_back(self, gradients: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

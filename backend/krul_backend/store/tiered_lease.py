@@ -11,13 +11,7 @@ from operator import ge
 from typing import Any
 
 from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.tiers.common.interface import (
-    DRAM_TIER,
-    FastCopies,
-    Lease,
-    SegmentSlice,
-    checksum_of_tail,
-)
+from krul_backend.tiers.common.interface import DRAM_TIER, FastCopies, Lease, SegmentSlice, checksum_of_tail
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.dram import HostStore

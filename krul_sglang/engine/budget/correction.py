@@ -132,9 +132,6 @@ class DamageCorrection:
     def as_dict(self) -> dict[str, Any]:
         """Plain values: by kind of text its factor, and how many histories say so."""
         return {
-            kind: {
-                "factor": evidence.factor,
-                "histories": sum(history >= 0 for history in evidence.ratios),
-            }
+            kind: {"factor": evidence.factor, "histories": sum(history >= 0 for history in evidence.ratios)}
             for kind, evidence in self._kinds.items()
         }

@@ -258,10 +258,7 @@ class ErrorBudget(Decision):
                 continue
             spans.append(
                 DamagedSpan(
-                    header.start_token,
-                    header.end_token,
-                    header.start_token,
-                    opened.damage * header.end_token,
+                    header.start_token, header.end_token, header.start_token, opened.damage * header.end_token
                 )
             )
         return spans

@@ -146,11 +146,7 @@ class TextDrift:
         show("text_unfamiliar_share", _SHARE, self.unfamiliar_share, self._tp_rank)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "last_offset": self.last,
-            "mean_offset": self.mean,
-            "unfamiliar_share": self.unfamiliar_share,
-        }
+        return {"last_offset": self.last, "mean_offset": self.mean, "unfamiliar_share": self.unfamiliar_share}
 
 
 class ServedBases:
@@ -163,10 +159,7 @@ class ServedBases:
     """
 
     def __init__(
-        self,
-        drift: TextDrift,
-        recent: RecentText | None = None,
-        end: Callable[[], None] = lambda: None,
+        self, drift: TextDrift, recent: RecentText | None = None, end: Callable[[], None] = lambda: None
     ) -> None:
         """``end`` stops what learns bases or looks for them."""
         self.subspace: SubspaceCodec | None = None

@@ -11,13 +11,7 @@ from typing import NamedTuple
 
 from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import (
-    CHECKSUM_BYTES,
-    DRAM_TIER,
-    Lease,
-    SegmentSlice,
-    SegmentTail,
-)
+from krul_backend.tiers.common.interface import CHECKSUM_BYTES, DRAM_TIER, Lease, SegmentSlice, SegmentTail
 from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 

@@ -69,12 +69,7 @@ class SpaceAllocation:
             stored_from=(0,) * len(encoding.last_use),
         )
         heads = allocate(
-            self._planner,
-            run,
-            costs,
-            self._page_size,
-            EXPECTED_NEW_TOKENS,
-            self._max_head_tokens,
+            self._planner, run, costs, self._page_size, EXPECTED_NEW_TOKENS, self._max_head_tokens
         )
         mine = None if heads[-1] == num_tokens else heads
         decided = orjson.loads(self._agreement.broadcast(orjson.dumps(mine)))

@@ -89,13 +89,7 @@ class SubspaceCodec:
         CodecError: fewer first tokens than none, or more than a record has.
     """
 
-    def __init__(
-        self,
-        bases: ModelBases,
-        rotary: RotaryTable | None,
-        *,
-        num_first_tokens: int = 1,
-    ) -> None:
+    def __init__(self, bases: ModelBases, rotary: RotaryTable | None, *, num_first_tokens: int = 1) -> None:
         if not 0 <= num_first_tokens <= RECORD_TOKENS:
             raise CodecError(f"{num_first_tokens} first tokens are not 0 to {RECORD_TOKENS}")
         self.bases = bases
@@ -166,11 +160,7 @@ class SubspaceCodec:
         if not sample.has_all:
             damage, shift = sample.damage(all_rounded, np.stack(of_others))
         of_segment = SubspaceParameters(
-            self.bases.digest,
-            segment.num_first_tokens,
-            best.step,
-            carried_damage + damage,
-            tuple(groups),
+            self.bases.digest, segment.num_first_tokens, best.step, carried_damage + damage, tuple(groups)
         )
         return EncodedSegment(of_segment.to_json(), tuple(blocks), damage, shift, of_segment.mean_offset)
 

@@ -68,10 +68,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def stats(
-    endpoint: Endpoint = None,
-    curve_dir: CurveDir = None,
-    as_json: AsJson = False,
-    timeout_s: Timeout = 5.0,
+    endpoint: Endpoint = None, curve_dir: CurveDir = None, as_json: AsJson = False, timeout_s: Timeout = 5.0
 ) -> None:
     """Show what each tier holds and has done, and how many leases and reservations hold it."""
     with _daemon(endpoint, curve_dir, timeout_s) as client:
@@ -153,10 +150,7 @@ def verify(
 
 
 def flush(
-    endpoint: Endpoint = None,
-    curve_dir: CurveDir = None,
-    as_json: AsJson = False,
-    timeout_s: Timeout = 60.0,
+    endpoint: Endpoint = None, curve_dir: CurveDir = None, as_json: AsJson = False, timeout_s: Timeout = 60.0
 ) -> None:
     """Wait until everything that was stored before is durable.
 

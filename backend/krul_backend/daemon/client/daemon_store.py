@@ -146,10 +146,7 @@ class DaemonStore(KVStore):
         reservation_id = next(self._ids)
         try:
             request = ReserveRequest(
-                reservation_id=reservation_id,
-                layer_num_bytes=sizes,
-                tenant=tenant,
-                is_fast_copy=is_fast_copy,
+                reservation_id=reservation_id, layer_num_bytes=sizes, tenant=tenant, is_fast_copy=is_fast_copy
             )
             spans = self._ask(connection, request)
             if spans is None:
@@ -182,11 +179,7 @@ class DaemonStore(KVStore):
                 ),
             )
             return self._ask(
-                connection,
-                request,
-                manifest.model,
-                timeout_s=SLOW_TIMEOUT_S,
-                token_ids=manifest.token_ids,
+                connection, request, manifest.model, timeout_s=SLOW_TIMEOUT_S, token_ids=manifest.token_ids
             )
         except UNANSWERED as error:
             self._link.note_failure(connection, "commit", error)
@@ -219,10 +212,7 @@ class DaemonStore(KVStore):
         lease_id = next(self._ids)
         try:
             request = LeaseRequest(
-                fingerprint=model.fingerprint,
-                page_keys=keys,
-                lease_id=lease_id,
-                fast_copies=fast_copies,
+                fingerprint=model.fingerprint, page_keys=keys, lease_id=lease_id, fast_copies=fast_copies
             )
             leased = self._ask(connection, request, model, token_ids=token_ids)
             if not leased:

@@ -169,10 +169,7 @@ class SessionTable:
         connection.setblocking(False)
         token = secrets.token_hex(16)
         greeting = SessionGreeting(
-            protocol=PROTOCOL_VERSION,
-            format=FORMAT_VERSION,
-            token=token,
-            capacity_bytes=self._capacity_bytes,
+            protocol=PROTOCOL_VERSION, format=FORMAT_VERSION, token=token, capacity_bytes=self._capacity_bytes
         )
         line = encode(greeting) + b"\n"
         if socket.send_fds(connection, [line], self._filenos) != len(line):

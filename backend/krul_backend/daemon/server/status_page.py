@@ -49,11 +49,7 @@ class StatusPage:
         list_segments: all of the store, see ``TieredStore.list_segments``; asked if there are few.
     """
 
-    def __init__(
-        self,
-        read_stats: ReadStats,
-        list_segments: Callable[[], list[SegmentInfo]],
-    ) -> None:
+    def __init__(self, read_stats: ReadStats, list_segments: Callable[[], list[SegmentInfo]]) -> None:
         self._read_stats = read_stats
         self._list_segments = list_segments
         self._samples: deque[tuple[float, int, int]] = deque(maxlen=MAX_SAMPLES)

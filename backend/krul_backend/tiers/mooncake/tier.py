@@ -13,13 +13,7 @@ import numpy.typing as npt
 from krul_backend.errors import TierReadError
 from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
-from krul_backend.tiers.common.interface import (
-    Block,
-    Clock,
-    DamageReport,
-    SegmentInfo,
-    TierStats,
-)
+from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
 from krul_backend.tiers.common.lower_tier import (
     LowerTier,
     MeasuredCost,

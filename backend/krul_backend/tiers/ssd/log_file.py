@@ -18,12 +18,7 @@ from krul_backend.tiers.common.record import (
     decode_size,
 )
 from krul_backend.tiers.ssd.disk import Buffer, Disk, open_for_reading, read_up_to, write_all
-from krul_backend.tiers.ssd.own_files import (
-    FILE_HEADER_NUM_BYTES,
-    LogStamp,
-    encode_file_header,
-    log_name,
-)
+from krul_backend.tiers.ssd.own_files import FILE_HEADER_NUM_BYTES, LogStamp, encode_file_header, log_name
 
 _FIRST_READ_BYTES = 4096
 _SEARCH_NUM_BYTES = 1 << 20
