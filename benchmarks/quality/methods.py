@@ -173,12 +173,17 @@ class Subspace(Method):
         attention = attention_drawn(turn.rows, lambda layer: turn.kv[layer].k, start, num_tokens)
         read = turn.segment.__getitem__
         max_damage = self.limit * num_tokens / (start + num_tokens)
-        outside = self.codec.outside(read, start_token=start, num_tokens=num_tokens, attention=attention)
-        if outside > MOST_OUTSIDE * max_damage:
+        sample = self.codec.sample(read, start_token=start, num_tokens=num_tokens, attention=attention)
+        if sample.outside > MOST_OUTSIDE * max_damage:
             num_bytes = sum(part.nbytes for kv in turn.segment for part in (kv.k, kv.v))
             return Stored(turn.segment, num_bytes, damage=0.0)
         encoded = self.codec.encode(
-            read, start_token=start, num_tokens=num_tokens, attention=attention, max_damage=max_damage
+            read,
+            start_token=start,
+            num_tokens=num_tokens,
+            attention=attention,
+            max_damage=max_damage,
+            sample=sample,
         )
         decoder = self.codec.open(encoded.params, start_token=start, num_tokens=num_tokens)
         decoded = decoder.decode_all(encoded.blocks)

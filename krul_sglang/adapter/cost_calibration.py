@@ -32,6 +32,7 @@ from krul_backend.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.adapter.start_proof import ordinary_prefill, random_token_ids, timed
+from krul_sglang.engine.budget.error_budget import COARSE
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore import DecodeCosts, Head
@@ -321,7 +322,7 @@ class CostCalibration:
 def units_in_use(strategy_name: str, precision: Precision, num_layers: int) -> list[CodedUnit]:
     """Kinds of units that a server with these options may store, each once."""
     if strategy_name == SUBSPACE:
-        return []
+        return [((0,), coarse) for coarse in COARSE]
     alone = dict.fromkeys((Precision.NATIVE, precision))
     kinds: list[CodedUnit] = [((0,), each) for each in alone]
     return kinds if strategy_name == "none" or num_layers < 2 else [*kinds, ((0, 1), precision)]

@@ -222,10 +222,10 @@ def stored_num_bytes(
             heads = heads_of_rank(num_heads, rank, len(of_ranks))
             codec = SubspaceCodec(bases, rotary)
             layers, attention = _of_heads(text.layers, heads), text.attention[:, _slice(heads)]
-            outside = codec.outside(
+            sample = codec.sample(
                 layers.__getitem__, start_token=0, num_tokens=num_tokens, attention=attention
             )
-            if outside > MOST_OUTSIDE * limit:
+            if sample.outside > MOST_OUTSIDE * limit:
                 total += num_tokens * bases.num_layers * vector_size(bases.shape) * bases.shape.dtype.itemsize
             else:
                 encoded = codec.encode(
@@ -234,6 +234,7 @@ def stored_num_bytes(
                     num_tokens=num_tokens,
                     attention=attention,
                     max_damage=limit,
+                    sample=sample,
                 )
                 total += encoded.num_bytes
     return total

@@ -226,20 +226,56 @@ def test_rounding_gets_what_is_left_beside_what_the_bases_cannot_represent(serve
     assert said["last_damage"] == pytest.approx(USED * LIMIT, rel=STEPS)
 
 
-def test_a_turn_that_the_bases_cannot_represent_is_native(
-    server: BudgetedServer, caplog: pytest.LogCaptureFixture
+def precision_of(server: BudgetedServer, segment: int = -1) -> Precision:
+    """That of all layers of a segment, which are stored one by one."""
+    header = server.headers[segment]
+    opened = server.codec.open(
+        header.codec_params, start_token=header.start_token, num_tokens=header.num_tokens
+    )
+    (precision,) = set(opened.stored_as.precisions)
+    return precision
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(2.0, Precision.INT4), (LIMIT, Precision.INT8), (1e-4, Precision.NATIVE)]
+)
+def test_a_turn_that_the_bases_cannot_represent_is_stored_in_as_few_bits_as_its_limit_allows(
+    server: BudgetedServer, caplog: pytest.LogCaptureFixture, limit: float, expected: Precision
 ) -> None:
-    """And says so once. What follows it is stored as if it were exact, which it is."""
+    """And says so once. What it loses is spent."""
+    budget = server.make_budget(limit)
+    server.decide_by(budget)
     for turn in range(2):
-        server.compute(MORE_PAGES, outside=8 * UNFAMILIAR)
-        said = server.store_turn()
-        assert said["last_outside"] > LIMIT
-        assert (said["unfamiliar_turns"], said["last_damage"], said["last_spent"]) == (turn + 1, 0, 0)
-        assert is_native(server)
+        server.compute(MORE_PAGES, outside=40 * UNFAMILIAR)
+        spent = server.damage_now()
+        server.store_turn()
+        said = budget.as_dict()
+        assert said["last_outside"] > limit
+        assert said["last_spent"] == pytest.approx(sum(spent))
+        assert precision_of(server) is expected
+        assert said["unfamiliar_turns"] == turn + 1
+        assert said["last_damage"] == pytest.approx(server.noted_damage()[-1])
+        assert 0 <= said["last_damage"] <= USED * (limit - said["last_spent"])
+        assert said["coarse_runs"] == (0 if expected is Precision.NATIVE else turn + 1)
+        assert (said["last_damage"] == 0) == (expected is Precision.NATIVE)
     assert len([record for record in caplog.records if "unlike the text" in record.message]) == 1
+
+
+def test_what_came_back_in_few_bits_is_spent(server: BudgetedServer) -> None:
+    server.compute(MORE_PAGES, outside=8 * UNFAMILIAR)
+    said = server.store_turn()
+    assert precision_of(server) is Precision.INT8
+    before = server.read_pool()
+    server.leave_and_return()
+    lost = [(a.k - b.k).abs().max() for a, b in zip(before, server.read_pool(), strict=True)]
+    assert 0 < max(lost) < 0.05
+    (span,) = server.provenance.read(server.slots)
+    assert span.damage == pytest.approx(said["last_damage"] * span.end)
     server.compute(FIRST_PAGES)
-    assert server.store_turn()["last_damage"] == pytest.approx(USED * LIMIT, rel=STEPS)
-    assert not is_native(server)
+    spent = said["last_damage"] * MORE_PAGES / (MORE_PAGES + FIRST_PAGES)
+    said = server.store_turn()
+    assert said["last_spent"] == pytest.approx(spent)
+    assert said["last_damage"] == pytest.approx(USED * (LIMIT - spent), rel=STEPS)
 
 
 def test_a_turn_of_which_nothing_was_recorded_is_native(
@@ -266,21 +302,22 @@ def compute_unlike(server: BudgetedServer, num_pages: int) -> None:
         server.pool.write(layer, slots, kv.k, kv.v)
 
 
-def test_a_run_that_turns_out_to_cost_too_much_is_native(server: BudgetedServer) -> None:
+def test_a_run_that_turns_out_to_cost_too_much_is_stored_without_bases(server: BudgetedServer) -> None:
     """Of a turn of two runs, the other one is not. What follows knows what both have lost."""
     server.decide_by(server.budget, max_layer_bytes=64 * PAGE_BYTES)
     compute_unlike(server, 64)
     server.compute(MORE_PAGES)
     said = server.store_turn()
     assert said["last_outside"] < 0.1 * LIMIT
-    assert [is_native(server, segment) for segment in range(2)] == [True, False]
-    assert said["unfamiliar_turns"] == 1
+    assert precision_of(server, 0) is Precision.INT8
+    assert server.headers[1].codec_params["codec"] == "subspace"
+    assert said["unfamiliar_turns"] == said["coarse_runs"] == 1
     assert said["text"]["unfamiliar_share"] == pytest.approx(64 / 72)
-    noted = server.noted_damage()
-    assert noted[0] == 0
+    noted, now = server.noted_damage(), sum(server.damage_now())
+    assert 0 < noted[0] <= USED * LIMIT
     assert said["last_damage"] == pytest.approx(noted[1])
     server.compute(MORE_PAGES)
-    assert server.store_turn()["last_spent"] == pytest.approx(noted[1] * 72 / 80)
+    assert server.store_turn()["last_spent"] == pytest.approx(now * 72 / 80)
     assert not is_native(server)
 
 
@@ -311,9 +348,9 @@ def test_what_cannot_be_encoded_is_native(server: BudgetedServer, caplog: pytest
         server.pool.buffers(layer)[1][server.slots[5]] = math.nan
     said = server.store_turn()
     assert is_native(server)
-    assert (said["unfamiliar_turns"], said["last_damage"]) == (1, 0)
+    assert (said["unfamiliar_turns"], said["coarse_runs"], said["last_damage"]) == (1, 0, 0)
     assert server.noted_damage() == [0]
-    assert "256 tokens are stored natively" in caplog.text
+    assert "256 tokens are not stored in the bases" in caplog.text
 
 
 def test_what_a_run_loses_anyway_is_part_of_its_share(server: BudgetedServer) -> None:

@@ -205,13 +205,13 @@ def test_segments_that_are_decoded_one_by_one_cost_something_each(monkeypatch: p
 
 
 def test_units_in_use_follow_the_strategy() -> None:
-    native, int4 = ((0,), Precision.NATIVE), ((0,), Precision.INT4)
+    native, int4, int8 = (((0,), each) for each in (Precision.NATIVE, Precision.INT4, Precision.INT8))
     assert units_in_use("none", Precision.NATIVE, 8) == [native]
     assert units_in_use("none", Precision.INT4, 8) == [native, int4]
     assert units_in_use("krul", Precision.INT4, 8) == [native, int4, ((0, 1), Precision.INT4)]
     assert units_in_use("krul", Precision.INT4, 1) == [native, int4]
-    # Its turns are stored in groups, or else natively.
-    assert units_in_use("subspace", Precision.INT4, 8) == []
+    # What the bases cannot keep.
+    assert units_in_use("subspace", Precision.INT4, 8) == [int4, int8]
 
 
 @pytest.mark.parametrize("has_all_cores", [False, True])

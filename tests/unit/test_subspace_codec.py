@@ -205,9 +205,9 @@ def lost_outside(case: Case) -> float:
 def test_what_the_bases_cannot_represent_counts(num_tokens: int) -> None:
     layers = make_layers(standard_bases(), num_tokens, None, outside=OUTSIDE)
     codec, place = SubspaceCodec(standard_bases(), None), {"start_token": 0, "num_tokens": num_tokens}
-    outside = codec.outside(layers.__getitem__, attention=None, **place)
+    outside = codec.sample(layers.__getitem__, attention=None, **place).outside
     familiar = make_layers(standard_bases(), num_tokens, None)
-    assert codec.outside(familiar.__getitem__, attention=None, **place) < 1e-6 * outside
+    assert codec.sample(familiar.__getitem__, attention=None, **place).outside < 1e-6 * outside
     limit = 2 * outside
     before, case = (
         make_case(standard_bases(), num_tokens=num_tokens, with_rotary=False, layers=each, max_damage=limit)
@@ -227,9 +227,9 @@ def test_what_all_tokens_are_off_by_together_costs_on_top(start_token: int) -> N
     bases = make_bases(standard_bases().shape, [1, 1], rank=20, shift_cost=3.0)
     layers = make_layers(bases, 100, None, outside=OUTSIDE)
     place = {"start_token": start_token, "num_tokens": 100, "attention": None}
-    outside = SubspaceCodec(bases, None).outside(layers.__getitem__, **place)
+    outside = SubspaceCodec(bases, None).sample(layers.__getitem__, **place).outside
     for_free = make_bases(standard_bases().shape, [1, 1], rank=20)
-    without = SubspaceCodec(for_free, None).outside(layers.__getitem__, **place)
+    without = SubspaceCodec(for_free, None).sample(layers.__getitem__, **place).outside
     # The first token of the conversation is stored as it is. A later turn has a quarter of the attention.
     off, share = (OUTSIDE * 0.99, 1.0) if start_token == 0 else (OUTSIDE, 0.25)
     # Of two groups.
@@ -272,7 +272,7 @@ def test_errors_with_nothing_in_common_cost_each_for_itself_however_few_they_are
 def test_a_limit_below_what_is_lost_anyway_is_not_promised() -> None:
     layers = make_layers(standard_bases(), 100, None, outside=OUTSIDE)
     case = make_case(standard_bases(), num_tokens=100, with_rotary=False, layers=layers, max_damage=0.01)
-    outside = case.codec.outside(layers.__getitem__, start_token=0, num_tokens=100, attention=None)
+    outside = case.codec.sample(layers.__getitem__, start_token=0, num_tokens=100, attention=None).outside
     assert outside > 0.01
     assert case.encoded.damage == pytest.approx(outside, rel=1e-3)
 
@@ -281,10 +281,30 @@ def test_attention_says_what_is_lost_outside_of_the_bases() -> None:
     layers = make_layers(standard_bases(), 100, None, outside=OUTSIDE)
     codec, place = SubspaceCodec(standard_bases(), None), {"start_token": 0, "num_tokens": 100}
     plain, dwelt_on = (
-        codec.outside(layers.__getitem__, attention=torch.full((3, 2, 100), SHARE * share), **place)
+        codec.sample(layers.__getitem__, attention=torch.full((3, 2, 100), SHARE * share), **place).outside
         for share in (1, 3)
     )
     assert dwelt_on == pytest.approx(3 * plain, rel=1e-4)
+
+
+@pytest.mark.parametrize(("start_token", "num_tokens"), [(0, 100), (300, 100), (300, 1000)])
+def test_errors_cost_as_much_as_was_expected_when_they_were_made(start_token: int, num_tokens: int) -> None:
+    """Those of the bases themselves: of what they cannot represent, and of rounding."""
+    bases = make_bases(standard_bases().shape, [2, 1], rank=20, shift_cost=3.0)
+    layers = make_layers(bases, num_tokens, None, outside=OUTSIDE)
+    case = make_case(
+        bases,
+        start_token=start_token,
+        num_tokens=num_tokens,
+        with_rotary=False,
+        layers=layers,
+        max_damage=5.0,
+    )
+    found = [kv for group in range(len(bases.groups)) for kv in case.decode(group)]
+    errors = [LayerKV(a.k - b.k, a.v - b.v) for a, b in zip(found, layers, strict=True)]
+    place = {"start_token": start_token, "num_tokens": num_tokens, "attention": None}
+    lost = case.codec.sample(errors.__getitem__, **place, are_errors=True).all_lost
+    assert lost == pytest.approx(case.encoded.damage, rel=1e-3 if num_tokens <= 128 else 0.1)
 
 
 def test_a_long_segment_is_read_no_more_often_than_a_short_one() -> None:
@@ -310,7 +330,7 @@ def test_a_sample_that_was_taken_before_encodes_the_same(num_tokens: int, max_da
     codec = SubspaceCodec(standard_bases(), None)
     place: dict[str, Any] = {"start_token": 0, "num_tokens": num_tokens, "attention": None}
     sample = codec.sample(layers.__getitem__, **place)
-    assert sample.outside == codec.outside(layers.__getitem__, **place) > 0
+    assert sample.outside == codec.sample(layers.__getitem__, **place).outside > 0
     alone = codec.encode(layers.__getitem__, **place, max_damage=max_damage)
     # As often as a caller likes.
     for _ in range(2):

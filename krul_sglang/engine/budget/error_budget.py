@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from krul_backend.attention.rows import QueryRows, attention_drawn
-from krul_backend.codec.interface import TokenRun
+from krul_backend.codec.interface import EncodedRun, TokenRun
+from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import MOST_OUTSIDE, EncodedSegment, SubspaceCodec
 from krul_backend.codec.subspace.held_bases import AwaitedBasesError, RunLimit
+from krul_backend.codec.units import UnitPlan
 from krul_backend.errors import CodecError
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy import Strategy
+from krul_backend.strategy import Precision, Strategy
 from krul_sglang.engine.budget.correction import DamageCorrection
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
@@ -34,6 +36,9 @@ from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.save import Decision, LayerEncoding, StoredPath, Turn, TurnEncoding
 
 logger = logging.getLogger(__name__)
+
+COARSE = (Precision.INT4, Precision.INT8)
+"""What the bases cannot keep is stored in the first of these that loses no more than it may, or natively."""
 
 _MAX_REMEMBERED = 100_000
 """Segments whose damage is remembered: those that have left DRAM for a lower tier are not asked for it."""
@@ -65,6 +70,8 @@ class _Ended:
     attention: tuple[torch.Tensor, ...]
     left: float | None = None
     """What is left of the conversation's budget when the first run is encoded, for all runs together."""
+    usable: float = 0.0
+    """What the run that is being encoded may lose, in nats at its own end."""
 
 
 class ErrorBudget(Decision):
@@ -79,8 +86,9 @@ class ErrorBudget(Decision):
     and they are stored again. A turn is stored natively for good if nothing was recorded of its attention, if
     there are no bases yet, or if the weights are no longer those that the bases were learned from. Other
     turns are stored natively at first. When a run of one is encoded, later, its limit is set by what the
-    conversation has spent by then; it stays native if nothing is left, if what the bases cannot represent of
-    it costs nearly all of that, or if it turns out, once it is encoded, to cost more than it may.
+    conversation has spent by then. It stays native if nothing is left. If what the bases cannot represent of
+    it costs nearly all of that, or if it turns out, once it is encoded, to cost more than it may, its layers
+    are stored one by one in few bits (``COARSE``).
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
     ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
@@ -110,7 +118,7 @@ class ErrorBudget(Decision):
         self.last_expected: float | None = None
         self._last_spent, self._last_damage, self._last_outside = 0.0, 0.0, 0.0
         self._last_left = 0.0
-        self._num_unfamiliar = self._num_unrecorded = 0
+        self._num_unfamiliar = self._num_unrecorded = self._num_coarse = 0
         self._correction = DamageCorrection()
         self._last_factor = 1.0
         # By the last page of a segment, the oldest first.
@@ -163,6 +171,7 @@ class ErrorBudget(Decision):
             bases.group_token_bytes,
             partial(self._limit_of, ended, bases),
             partial(self._note, ended, bases),
+            partial(self._without_bases, ended, bases),
             self._unshared(carried, is_copy=True),
         )
 
@@ -175,7 +184,7 @@ class ErrorBudget(Decision):
             self._last_factor = self._correction.factor(ended.turn.token_ids)
             ended.left = self._limit / self._last_factor - spent
             self._last_spent = spent
-        self._last_left = ended.left
+        self._last_left, ended.usable = ended.left, 0.0
         if ended.left <= 0 or not self._are_weights_known:
             return None
         attention = ended.attention[index][..., : run.num_tokens]
@@ -185,6 +194,7 @@ class ErrorBudget(Decision):
         # What a run costs falls with every token that follows: at the conversation's end it is less.
         to_own_end = len(ended.turn.token_ids) / (run.start_token + run.num_tokens)
         usable = SHARE_OF_LEFT * ended.left * run.num_tokens / sum(map(len, ended.runs)) * to_own_end
+        ended.usable = usable
         self._last_outside = sample.outside / to_own_end
         if sample.outside > MOST_OUTSIDE * usable:
             self._warn_unfamiliar()
@@ -194,19 +204,64 @@ class ErrorBudget(Decision):
     def _note(
         self, ended: _Ended, bases: _BasesInUse, index: int, run: TokenRun, encoded: EncodedSegment | None
     ) -> None:
-        """Note what a run costs, now that it is encoded; None: it is native."""
-        tokens = range(run.start_token, run.start_token + run.num_tokens)
-        damage = 0.0 if encoded is None else encoded.damage
-        self._last_damage = damage * tokens.stop / len(ended.turn.token_ids)
-        self._remember(ended.turn, tokens, damage + ended.carried[index])
+        """Note what a run costs, now that it is encoded; None: it is not in bases."""
+        self._note_damage(ended, index, run, 0.0 if encoded is None else encoded.damage)
         # What is known of other bases says nothing of those that came meanwhile.
         are_newest = bases is self._in_use
         if encoded is None and self._last_left > 0:
             self._num_unfamiliar += 1
             if are_newest:
-                self._bases.drift.add_unfamiliar(len(tokens))
+                self._bases.drift.add_unfamiliar(run.num_tokens)
         elif encoded is not None and are_newest:
-            self._bases.drift.add(encoded.mean_offset, len(tokens))
+            self._bases.drift.add(encoded.mean_offset, run.num_tokens)
+
+    def _note_damage(self, ended: _Ended, index: int, run: TokenRun, damage: float) -> None:
+        tokens = range(run.start_token, run.start_token + run.num_tokens)
+        self._last_damage = damage * tokens.stop / len(ended.turn.token_ids)
+        self._remember(ended.turn, tokens, damage + ended.carried[index])
+
+    def _without_bases(
+        self, ended: _Ended, bases: _BasesInUse, index: int, run: TokenRun, pause: Callable[[], None]
+    ) -> EncodedRun:
+        """A run that the bases cannot keep: each layer alone in few bits, or natively if it may lose nothing
+        or they lose too much."""
+        for precision in COARSE if ended.usable else ():
+            strategy = Strategy.from_pairs(self._pool.num_layers, (), precision)
+            damage = self._damage_in(strategy, ended.attention[index], bases.subspace, run, pause)
+            if damage <= ended.usable:
+                self._num_coarse += 1
+                self._note_damage(ended, index, run, damage)
+                plan = UnitPlan(strategy, damage + ended.carried[index])
+                return self._codec.of(strategy).encode(run, plan, pause)
+        return self._unshared(ended.carried).encode(index, run, pause)
+
+    def _damage_in(
+        self,
+        strategy: Strategy,
+        attention: torch.Tensor,
+        subspace: SubspaceCodec,
+        run: TokenRun,
+        pause: Callable[[], None],
+    ) -> float:
+        """What a run would lose that is stored so, layer by layer, in nats at its own end."""
+        codec, end = self._codec.of(strategy), run.start_token + run.num_tokens
+        at = {"start_token": run.start_token, "num_tokens": run.num_tokens}
+        is_finite = True
+
+        def errors(layer: int) -> LayerKV:
+            nonlocal is_finite
+            pause()
+            ends = [run.start_token if each == layer else end for each in range(self._pool.num_layers)]
+            encoded = codec.encode(replace(run, head_ends=ends), UnitPlan(strategy))
+            decoder, true = codec.open(encoded.params, **at), run.read(layer)
+            found = decoder.decode(layer, dict(encoded.blocks), 0, run.num_tokens)
+            off = LayerKV(found.k.float() - true.k.float(), found.v.float() - true.v.float())
+            is_finite = is_finite and bool(off.k.isfinite().all() and off.v.isfinite().all())
+            return off
+
+        attention = attention[..., : run.num_tokens]
+        damage = subspace.sample(errors, **at, attention=attention, are_errors=True).all_lost
+        return damage if is_finite else math.inf
 
     def _remember(self, turn: Turn, tokens: range, damage: float) -> None:
         """Remember what a segment costs at its own end, in nats, by its last page."""
@@ -300,7 +355,7 @@ class ErrorBudget(Decision):
     def _warn_unfamiliar(self) -> None:
         if not self._num_unfamiliar:
             logger.warning(
-                "krul: a turn is unlike the text that the bases were learned from, and is stored natively: "
+                "krul: a turn is unlike the text that the bases were learned from, and not stored in them: "
                 "they would lose %.3g nats of it. Learn bases from such text if this is frequent",
                 self._last_factor * self._last_outside,
             )
@@ -350,6 +405,7 @@ class ErrorBudget(Decision):
             "last_damage": factor * self._last_damage,
             "last_outside": factor * self._last_outside,
             "unfamiliar_turns": self._num_unfamiliar,
+            "coarse_runs": self._num_coarse,
             "unrecorded_turns": self._num_unrecorded,
         }
 

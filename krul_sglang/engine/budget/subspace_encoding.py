@@ -27,12 +27,12 @@ _LEARNING_RATE = 0.2
 
 
 class SubspaceEncoding(TurnEncoding):
-    """Stores a turn in the model's bases, but natively those of its runs that they cannot keep within their
-    limits.
+    """Stores a turn in the model's bases, but those of its runs that they cannot keep within their limits as
+    ``without_bases(index, run, pause)`` encodes them.
 
-    ``limit_of(index, run)`` is asked when a run is encoded; None: it shall be native. Each run is told to
-    ``on_encoded(index, run, encoded)``; None: it is native. ``exact`` is how the turn is stored without the
-    bases, which is how it is stored at first.
+    ``limit_of(index, run)`` is asked when a run is encoded; None: the bases shall not have it. Each run is
+    told to ``on_encoded(index, run, encoded)``; None: the bases do not have it. ``exact`` is how the turn is
+    stored at first.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class SubspaceEncoding(TurnEncoding):
         group_token_bytes: list[float],
         limit_of: Callable[[int, TokenRun], RunLimit | None],
         on_encoded: Callable[[int, TokenRun, EncodedSegment | None], None],
+        without_bases: Callable[[int, TokenRun, Callable[[], None]], EncodedRun],
         exact: LayerEncoding,
     ) -> None:
         self.exact: LayerEncoding = exact
@@ -58,13 +59,14 @@ class SubspaceEncoding(TurnEncoding):
         self._group_token_bytes = group_token_bytes
         self._limit_of = limit_of
         self._on_encoded = on_encoded
+        self._without_bases = without_bases
 
     def encode(self, index: int, run: TokenRun, pause: Callable[[], None]) -> EncodedRun:
         limit = self._limit_of(index, run)
         encoded = None if limit is None else self._encoded(limit, run, pause)
         self._on_encoded(index, run, None if encoded is None else encoded.segment)
         if encoded is None:
-            return self.exact.encode(index, run, pause)
+            return self._without_bases(index, run, pause)
         for group, block in enumerate(encoded.segment.blocks):
             here = block.numel() / run.num_tokens
             self._group_token_bytes[group] += _LEARNING_RATE * (here - self._group_token_bytes[group])
@@ -81,7 +83,7 @@ class SubspaceEncoding(TurnEncoding):
             try:
                 encoded = self._codec.encode(run, replace(limit, max_damage=aim), pause)
             except CodecError as error:
-                logger.warning("krul: %d tokens are stored natively: %s", run.num_tokens, error)
+                logger.warning("krul: %d tokens are not stored in the bases: %s", run.num_tokens, error)
                 return None
             damage = encoded.segment.damage
             if damage <= most:
@@ -89,7 +91,7 @@ class SubspaceEncoding(TurnEncoding):
             rounding = limit.max_damage - limit.sample.outside
             aim = limit.sample.outside + rounding**2 / (damage - limit.sample.outside)
         logger.info(
-            "krul: %d tokens are stored natively: in the bases they would lose %.3g nats, %.3g are allowed",
+            "krul: %d tokens are not stored in the bases: they would lose %.3g nats, %.3g are allowed",
             run.num_tokens,
             damage,
             most,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import pi, prod, sqrt
 from typing import Any
@@ -128,7 +128,7 @@ class SubspaceCodec:
         """Encode tokens ``[start_token, start_token + num_tokens)`` of a conversation with the largest step
         whose damage is expected to stay within ``max_damage`` nats per predicted token. If that takes larger
         levels than there are, or if what lies outside of the bases costs about as much, the damage is larger:
-        that of the smallest step. Ask ``outside`` before, and see ``MOST_OUTSIDE``.
+        that of the smallest step. Ask the sample's ``outside`` before, and see ``MOST_OUTSIDE``.
 
         ``attention [L, Hkv, num_tokens]``: see ``GroupBasis.token_worth``; None counts all tokens alike.
         ``carried_damage`` (nats) is what the KV has lost before: it is added in the parameters.
@@ -164,27 +164,28 @@ class SubspaceCodec:
         )
         return EncodedSegment(of_segment.to_json(), tuple(blocks), damage, shift, of_segment.mean_offset)
 
-    def outside(
-        self, read: ReadLayer, *, start_token: int, num_tokens: int, attention: torch.Tensor | None
-    ) -> float:
-        """The damage, in nats per predicted token, of these tokens' KV outside of the bases, which no step
-        keeps. It is estimated from a sample of the tokens. Arguments and errors as for ``sample``.
-        """
-        return self.sample(read, start_token=start_token, num_tokens=num_tokens, attention=attention).outside
-
     def sample(
-        self, read: ReadLayer, *, start_token: int, num_tokens: int, attention: torch.Tensor | None
+        self,
+        read: ReadLayer,
+        *,
+        start_token: int,
+        num_tokens: int,
+        attention: torch.Tensor | None,
+        are_errors: bool = False,
     ) -> SegmentSample:
         """Read some tokens of a segment, at most 128: see what they lose outside of the bases, and hand them
         to ``encode``, which then reads no segment again that is no longer than that.
 
         Arguments as for ``encode``. Each layer is read once, and those of one group are held at a time. The
-        sample takes 4 bytes for each coefficient of its tokens, on the CPU.
+        sample takes 4 bytes for each coefficient of its tokens, on the CPU. ``are_errors``: what is read are
+        differences of KV, which have no mean; those of the first tokens count, too.
 
         Raises:
             CodecError: no tokens, or positions beyond the model's.
         """
         segment, groups = self._segment(start_token, num_tokens), self.bases.groups
+        if are_errors:
+            segment = replace(segment, num_first_tokens=0)
         num_sampled = min(num_tokens, _SAMPLE_TOKENS)
         index = torch.arange(num_sampled) * num_tokens // num_sampled
         rows, most = TokenRows(index, start_token, self._rotary), max(basis.rank for basis in groups)
@@ -202,6 +203,8 @@ class SubspaceCodec:
         signs = self._device.from_host(torch.stack([torch.ones(num_sampled), scatter_signs(num_sampled)]))
         first_tokens: list[torch.Tensor] = []
         for encoders in self._at_once(num_sampled, num_tokens):
+            if are_errors:
+                encoders = replace(encoders, means=torch.zeros_like(encoders.means))
             source = encoders.read(read)
             first_tokens += _first_tokens([kv for of_group in source.layers for kv in of_group], segment)
             vectors, lowered = encoders.vectors(source, rows, segment.num_first_tokens)

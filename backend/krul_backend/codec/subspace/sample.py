@@ -241,6 +241,11 @@ class SegmentSample:
         """The damage, in nats per predicted token, of what lies outside of the bases, which no step keeps."""
         return segment_damage(self.bases, self.segment, (group.outside for group in self.groups))[0]
 
+    @property
+    def all_lost(self) -> float:
+        """The damage, in nats per predicted token, if the mean came back for each of these tokens."""
+        return self._tried(60.0).damage  # octaves: all levels are zero
+
     def choose_step(self, max_damage: float) -> ChosenStep:
         """The largest step, or one that is nearly as large, with which the sampled tokens are expected to
         stay within the limit, or else the smallest one with which none of their levels is clipped."""
