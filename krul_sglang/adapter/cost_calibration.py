@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from krul_backend.codec.interface import TokenRun
-from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.restore import GroupTarget, begin_groups, in_waves
@@ -32,7 +31,7 @@ from krul_backend.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.adapter.start_proof import ordinary_prefill, random_token_ids, timed
-from krul_sglang.engine.budget.error_budget import COARSE
+from krul_sglang.engine.budget.coarse import COARSE
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore import DecodeCosts, Head
@@ -145,7 +144,7 @@ class CostCalibration:
                 seconds.append((prefilled.seconds, prefilled.again_s(num_past)))
                 if self._heads is not None and len(seconds) == num_runs:
                     whole = Head(prefilled.token_ids, prefilled.slots, 0, (num_tokens,) * num_layers)
-                    of_heads += self._head_samples(whole, num_runs)
+                    of_heads += self._head_samples(self._heads, whole, num_runs)
         whole_s, end_s = map(min, zip(*seconds, strict=True))
         of_own = [
             (num_tokens, 0, whole_s / num_layers),
@@ -153,14 +152,13 @@ class CostCalibration:
         ]
         return of_own, of_heads
 
-    def _head_samples(self, whole: Head, num_runs: int) -> Iterable[Sample]:
+    def _head_samples(self, heads: HeadRecompute, whole: Head, num_runs: int) -> Iterable[Sample]:
         """Of the whole head and of its second half."""
         num_tokens = whole.ends[0]
         parts = [whole.part(0, num_tokens), whole.part(num_tokens // 2, num_tokens)]
         for part in parts:
             assert part is not None
-            assert self._heads is not None
-            run = partial(self._heads.run, [part])
+            run = partial(heads.run, [part])
             seconds = min(timed(self._pool.streams, run) for _ in range(num_runs))
             yield part.ends[0] - part.start, part.start, seconds / self._pool.num_layers
 
@@ -302,11 +300,7 @@ class CostCalibration:
         """A unit of the rows at ``slots``, as a segment: its decoder, and its blocks on the host by layer."""
         device, num_tokens = self._pool.streams, len(slots)
         strategy = Strategy.of_unit(self._pool.num_layers, unit, precision)
-
-        def read(layer: int) -> LayerKV:
-            return self._pool.gather(layer, slots)
-
-        run = TokenRun(read, 0, num_tokens, in_pool=(self._pool, slots))
+        run = TokenRun(partial(self._pool.gather, slots=slots), 0, num_tokens, in_pool=(self._pool, slots))
         encoded = codec.of(strategy).encode(run, UnitPlan(strategy))
         on_host = {}
         for layer, block in encoded.blocks:

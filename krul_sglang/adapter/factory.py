@@ -140,16 +140,12 @@ def build_cache(ctx: Any) -> Any:
     model = identify_model(
         ctx.model_config,
         resolved,
-        pool.shape,
+        pool,
         start_agreement,
+        agreement,
         cache_dir=cache_dir,
-        kv_format=pool.format,
         page_size=ctx.params.page_size,
-        num_layers=pool.num_layers,
-        tp_rank=agreement.rank,
-        tp_size=agreement.num_ranks,
         ranks_per_host=ranks_per_host,
-        is_replicated=pool.is_latent,
     )
     if ctx.tp_rank == 0:
         logger.info("krul: configuration %s", config.as_dict())

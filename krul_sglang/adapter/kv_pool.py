@@ -161,16 +161,12 @@ def open_draft(
     own = identify_model(
         runner.model_config,
         {**settings, "load_format": load_format, "revision": runner.model_config.revision},
-        pool.shape,
+        pool,
         of_server,
+        agreement,
         cache_dir=cache_dir,
-        kv_format=pool.format,
         page_size=target.identity.page_size,
-        num_layers=pool.num_layers,
-        tp_rank=agreement.rank,
-        tp_size=agreement.num_ranks,
         ranks_per_host=ranks_per_host,
-        is_replicated=pool.is_latent,
     )
     stores = stores_kv(pool, agreement.rank, ranks_per_host)
     return DraftKV(pool, own.identity, target, runner.spec_algorithm.name, stores=stores)

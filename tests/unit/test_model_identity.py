@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,19 +95,11 @@ def identify(
     rank: int = 0,
     kv_format: str = "float32",
 ) -> Any:
-    return identify_model(
-        config,
-        SETTINGS,
-        LayerShape(2, 64, 64, torch.float32),
-        agreement,
-        cache_dir=cache_dir,
-        kv_format=kv_format,
-        page_size=16,
-        num_layers=4,
-        tp_rank=rank,
-        tp_size=agreement.num_ranks,
-        ranks_per_host=agreement.num_ranks,
-    )
+    shape = LayerShape(2, 64, 64, torch.float32)
+    pool: Any = SimpleNamespace(shape=shape, num_layers=4, format=kv_format, is_latent=False)
+    of_rank: Any = SimpleNamespace(rank=rank, num_ranks=agreement.num_ranks)
+    options: dict[str, Any] = {"page_size": 16, "ranks_per_host": agreement.num_ranks}
+    return identify_model(config, SETTINGS, pool, agreement, of_rank, cache_dir=cache_dir, **options)
 
 
 def test_one_changed_byte_in_the_middle_of_a_shard_is_seen(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,14 @@ import torch
 
 from krul_backend.attention.rows import QueryRows, attention_drawn
 from krul_backend.codec.interface import EncodedRun, TokenRun
-from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import MOST_OUTSIDE, EncodedSegment, SubspaceCodec
 from krul_backend.codec.subspace.held_bases import AwaitedBasesError, RunLimit
 from krul_backend.codec.units import UnitPlan
 from krul_backend.errors import CodecError
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy import Precision, Strategy
+from krul_backend.strategy import Strategy
+from krul_sglang.engine.budget.coarse import coarse_plan
 from krul_sglang.engine.budget.correction import DamageCorrection
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
@@ -36,9 +36,6 @@ from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.save import Decision, LayerEncoding, StoredPath, Turn, TurnEncoding
 
 logger = logging.getLogger(__name__)
-
-COARSE = (Precision.INT4, Precision.INT8)
-"""What the bases cannot keep is stored in the first of these that loses no more than it may, or natively."""
 
 _MAX_REMEMBERED = 100_000
 """Segments whose damage is remembered: those that have left DRAM for a lower tier are not asked for it."""
@@ -88,7 +85,7 @@ class ErrorBudget(Decision):
     turns are stored natively at first. When a run of one is encoded, later, its limit is set by what the
     conversation has spent by then. It stays native if nothing is left. If what the bases cannot represent of
     it costs nearly all of that, or if it turns out, once it is encoded, to cost more than it may, its layers
-    are stored one by one in few bits (``COARSE``).
+    are stored one by one in few bits (``coarse_plan``).
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
     ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
@@ -116,8 +113,7 @@ class ErrorBudget(Decision):
         self.num_probes = 0
         self.last_kl: float | None = None
         self.last_expected: float | None = None
-        self._last_spent, self._last_damage, self._last_outside = 0.0, 0.0, 0.0
-        self._last_left = 0.0
+        self._last_spent = self._last_damage = self._last_outside = self._last_left = 0.0
         self._num_unfamiliar = self._num_unrecorded = self._num_coarse = 0
         self._correction = DamageCorrection()
         self._last_factor = 1.0
@@ -154,8 +150,7 @@ class ErrorBudget(Decision):
                 # Its segment is not stored any more.
                 self._remembered.pop(key, None)
         if self._bases.recent is not None and not turn.tenant:
-            new_pages = range(missing[0].start, missing[-1].stop)
-            self._bases.recent.add(turn.page_keys, turn.token_ids, new_pages)
+            self._bases.recent.add(turn.page_keys, turn.token_ids, range(missing[0].start, missing[-1].stop))
         lossy = self._lossy(turn)
         carried = tuple(math.inf if lossy is None else carried_damage(lossy, run) for run in runs)
         bases = self._newest()
@@ -193,8 +188,9 @@ class ErrorBudget(Decision):
         )
         # What a run costs falls with every token that follows: at the conversation's end it is less.
         to_own_end = len(ended.turn.token_ids) / (run.start_token + run.num_tokens)
-        usable = SHARE_OF_LEFT * ended.left * run.num_tokens / sum(map(len, ended.runs)) * to_own_end
-        ended.usable = usable
+        usable = ended.usable = (
+            SHARE_OF_LEFT * ended.left * run.num_tokens / sum(map(len, ended.runs)) * to_own_end
+        )
         self._last_outside = sample.outside / to_own_end
         if sample.outside > MOST_OUTSIDE * usable:
             self._warn_unfamiliar()
@@ -223,45 +219,17 @@ class ErrorBudget(Decision):
     def _without_bases(
         self, ended: _Ended, bases: _BasesInUse, index: int, run: TokenRun, pause: Callable[[], None]
     ) -> EncodedRun:
-        """A run that the bases cannot keep: each layer alone in few bits, or natively if it may lose nothing
-        or they lose too much."""
-        for precision in COARSE if ended.usable else ():
-            strategy = Strategy.from_pairs(self._pool.num_layers, (), precision)
-            damage = self._damage_in(strategy, ended.attention[index], bases.subspace, run, pause)
-            if damage <= ended.usable:
-                self._num_coarse += 1
-                self._note_damage(ended, index, run, damage)
-                plan = UnitPlan(strategy, damage + ended.carried[index])
-                return self._codec.of(strategy).encode(run, plan, pause)
-        return self._unshared(ended.carried).encode(index, run, pause)
-
-    def _damage_in(
-        self,
-        strategy: Strategy,
-        attention: torch.Tensor,
-        subspace: SubspaceCodec,
-        run: TokenRun,
-        pause: Callable[[], None],
-    ) -> float:
-        """What a run would lose that is stored so, layer by layer, in nats at its own end."""
-        codec, end = self._codec.of(strategy), run.start_token + run.num_tokens
-        at = {"start_token": run.start_token, "num_tokens": run.num_tokens}
-        is_finite = True
-
-        def errors(layer: int) -> LayerKV:
-            nonlocal is_finite
-            pause()
-            ends = [run.start_token if each == layer else end for each in range(self._pool.num_layers)]
-            encoded = codec.encode(replace(run, head_ends=ends), UnitPlan(strategy))
-            decoder, true = codec.open(encoded.params, **at), run.read(layer)
-            found = decoder.decode(layer, dict(encoded.blocks), 0, run.num_tokens)
-            off = LayerKV(found.k.float() - true.k.float(), found.v.float() - true.v.float())
-            is_finite = is_finite and bool(off.k.isfinite().all() and off.v.isfinite().all())
-            return off
-
-        attention = attention[..., : run.num_tokens]
-        damage = subspace.sample(errors, **at, attention=attention, are_errors=True).all_lost
-        return damage if is_finite else math.inf
+        """A run that the bases cannot keep: in few bits, or natively if it may lose nothing or that loses too
+        much."""
+        attention = ended.attention[index][..., : run.num_tokens]
+        found = coarse_plan(ended.usable, run, attention, self._codec, bases.subspace, pause)
+        if found is None:
+            return self._unshared(ended.carried).encode(index, run, pause)
+        strategy, damage = found
+        self._num_coarse += 1
+        self._note_damage(ended, index, run, damage)
+        plan = UnitPlan(strategy, damage + ended.carried[index])
+        return self._codec.of(strategy).encode(run, plan, pause)
 
     def _remember(self, turn: Turn, tokens: range, damage: float) -> None:
         """Remember what a segment costs at its own end, in nats, by its last page."""

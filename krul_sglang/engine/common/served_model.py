@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from krul_backend.codec.layout import LayerShape
 from krul_backend.segment import ModelIdentity
 from krul_sglang.engine.common.agreement import RankAgreement
+from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError
 
 logger = logging.getLogger(__name__)
@@ -103,33 +103,28 @@ _FORMATS_OF_FILES = frozenset(
 def identify_model(
     model_config: Any,
     settings: Mapping[str, Any],
-    shape: LayerShape,
+    pool: DevicePool,
+    of_server: RankAgreement,
     agreement: RankAgreement,
     *,
     cache_dir: Path,
-    kv_format: str,
     page_size: int,
-    num_layers: int,
-    tp_rank: int,
-    tp_size: int,
     ranks_per_host: int,
-    is_replicated: bool = False,
 ) -> ServedModel:
     """Identify the model whose KV this rank's pool will hold. Every rank calls it at the same point.
 
-    ``model_config`` is SGLang's, ``settings`` are the resolved server arguments, ``kv_format`` names the
-    pool's elements. ``agreement`` joins all ranks of the server: the first one of each host reads the
-    weights, and a rank's KV depends on those of all. This rank has the KV heads of rank ``tp_rank`` of
-    ``tp_size``. If KV ``is_replicated``, it has the identity of a single rank's. If the weights cannot be
-    identified, the identity is a random one: neither another server nor this one after a restart will find
-    its KV.
+    ``model_config`` is SGLang's, ``settings`` are the resolved server arguments. ``of_server`` joins all
+    ranks: the first one of each host reads the weights, and a rank's KV depends on those of all.
+    ``agreement`` joins those that share the KV heads; latent KV has the identity of a single rank's. If the
+    weights cannot be identified, the identity is a random one: neither another server nor this one after a
+    restart will find its KV.
     """
-    mine = b""
-    if agreement.rank % ranks_per_host == 0:
+    mine, shape = b"", pool.shape
+    if of_server.rank % ranks_per_host == 0:
         mine = (weights_digest(model_config, settings, cache_dir) or "unknown").encode()
-    of_hosts = [digest for digest in agreement.gather_bytes(mine) if digest]
+    of_hosts = [digest for digest in of_server.gather_bytes(mine) if digest]
     is_known = b"unknown" not in of_hosts
-    weights = b" ".join(of_hosts) if is_known else agreement.broadcast(os.urandom(16))
+    weights = b" ".join(of_hosts) if is_known else of_server.broadcast(os.urandom(16))
     config = model_config.hf_config.to_json_string(use_diff=False)
     named = repr([(name, str(settings[name])) for name in _SETTINGS])
     quantization = repr(model_config.quantization)
@@ -139,14 +134,14 @@ def identify_model(
     identity = ModelIdentity(
         name=str(model_config.model_path),
         config_digest=digest.hexdigest(),
-        dtype=kv_format,
-        num_layers=num_layers,
+        dtype=pool.format,
+        num_layers=pool.num_layers,
         num_kv_heads=shape.num_kv_heads,
         k_head_dim=shape.k_head_dim,
         v_head_dim=shape.v_head_dim,
         page_size=page_size,
-        tp_rank=0 if is_replicated else tp_rank,
-        tp_size=1 if is_replicated else tp_size,
+        tp_rank=0 if pool.is_latent else agreement.rank,
+        tp_size=1 if pool.is_latent else agreement.num_ranks,
     )
     return ServedModel(identity, is_lasting=is_known)
 
