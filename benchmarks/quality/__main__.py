@@ -58,7 +58,7 @@ def run(configuration: Configuration) -> dict[str, Any]:
     methods = configuration.selected(
         [
             *all_methods(codec, configuration.gamma),
-            *subspace_methods(SubspaceCodec(bases, rotary)),
+            *subspace_methods(SubspaceCodec(bases, rotary), codec),
             *published_methods(
                 model.num_layers,
                 rotary,

@@ -25,6 +25,7 @@ from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import MOST_OUTSIDE, SubspaceCodec
 from krul_backend.codec.units import UnitPlan
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
+from krul_sglang.engine.budget.coarse import coarse_plan
 
 LAYER_RATIOS = (0.25, 0.5)
 """r_l of the sharing rows. r_l = 0 shares nothing: that is the rows `full`, `int8` and `int4`."""
@@ -101,14 +102,18 @@ class Compression(Method):
         num_layers, segment = len(turn.segment), turn.segment
         evidence = SeededEvidence(num_layers, turn.statistics, turn.conversation_seed)
         chosen = self.selector.select(evidence)
-        strategy = Strategy.from_pairs(num_layers, chosen.pairs, self.precision)
-        start, num_tokens = turn.start_token, len(segment[0].k)
-        run = TokenRun(segment.__getitem__, start, num_tokens)
-        encoding = self.codec.of(strategy).encode(run, UnitPlan(strategy))
-        blocks: dict[int, Tensor] = dict(encoding.blocks)
-        decoder = self.codec.of(strategy).open(encoding.params, start_token=start, num_tokens=num_tokens)
-        decoded = tuple(decoder.decode(layer, blocks, 0, num_tokens) for layer in range(num_layers))
-        return Stored(decoded, sum(block.numel() for block in blocks.values()), strategy.pairs)
+        run = TokenRun(segment.__getitem__, turn.start_token, len(segment[0].k))
+        return _in_units(self.codec, run, Strategy.from_pairs(num_layers, chosen.pairs, self.precision))
+
+
+def _in_units(codec: ModelCodecs, run: TokenRun, strategy: Strategy, damage: float | None = None) -> Stored:
+    """A run as a server's codec stores it that keeps layers alone or in pairs."""
+    encoding = codec.of(strategy).encode(run, UnitPlan(strategy, damage))
+    blocks: dict[int, Tensor] = dict(encoding.blocks)
+    at = {"start_token": run.start_token, "num_tokens": run.num_tokens}
+    decoder = codec.of(strategy).open(encoding.params, **at)
+    decoded = tuple(decoder.decode(layer, blocks, 0, run.num_tokens) for layer in range(codec.num_layers))
+    return Stored(decoded, sum(block.numel() for block in blocks.values()), strategy.pairs, damage)
 
 
 @dataclass(frozen=True)
@@ -157,11 +162,12 @@ class Subspace(Method):
 
     Each turn may lose the share of the limit that its tokens have in the conversation so far: what older
     turns have lost weighs less, the more tokens there are to attend to. As in a server, a turn is stored
-    natively if the bases cannot represent it within its share.
+    in few bits or natively if the bases cannot represent it within its share.
     """
 
     name: str
     codec: SubspaceCodec = field(repr=False)
+    others: ModelCodecs = field(repr=False)
     limit: float
     family: str = "subspace"
 
@@ -175,8 +181,10 @@ class Subspace(Method):
         max_damage = self.limit * num_tokens / (start + num_tokens)
         sample = self.codec.sample(read, start_token=start, num_tokens=num_tokens, attention=attention)
         if sample.outside > MOST_OUTSIDE * max_damage:
-            num_bytes = sum(part.nbytes for kv in turn.segment for part in (kv.k, kv.v))
-            return Stored(turn.segment, num_bytes, damage=0.0)
+            run = TokenRun(read, start, num_tokens)
+            native = Strategy.from_pairs(self.others.num_layers), 0.0
+            found = coarse_plan(max_damage, run, attention, self.others, self.codec, lambda: None)
+            return _in_units(self.others, run, *(found or native))
         encoded = self.codec.encode(
             read,
             start_token=start,
@@ -193,9 +201,9 @@ class Subspace(Method):
         )
 
 
-def subspace_methods(codec: SubspaceCodec) -> list[Subspace]:
-    """One row for each limit."""
-    return [Subspace(f"subspace {limit}", codec, limit) for limit in LIMITS]
+def subspace_methods(codec: SubspaceCodec, others: ModelCodecs) -> list[Subspace]:
+    """One row for each limit. ``others`` store what the bases cannot."""
+    return [Subspace(f"subspace {limit}", codec, others, limit) for limit in LIMITS]
 
 
 def accumulated_attention(

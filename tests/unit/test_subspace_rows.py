@@ -11,6 +11,7 @@ from benchmarks.quality.methods import LIMITS, Subspace, Turn, subspace_methods
 from krul_backend.attention.rows import QueryRows, attention_drawn
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.layout import LayerKV, LayerShape
+from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from tests.support.codec_builders import rotary_table
 from tests.support.subspace_builders import make_bases, make_layers
@@ -26,6 +27,11 @@ def codec() -> SubspaceCodec:
 
 
 @cache
+def others() -> ModelCodecs:
+    return ModelCodecs(codec().bases.shape, NUM_LAYERS, rotary_table(16))
+
+
+@cache
 def turn(outside: float = 0.0) -> Turn:
     end = START + NUM_TOKENS
     kv = tuple(make_layers(codec().bases, end, rotary_table(16), outside=outside))
@@ -38,7 +44,7 @@ def turn(outside: float = 0.0) -> Turn:
 
 
 def test_a_row_is_the_codec_with_the_turns_share_of_the_limit() -> None:
-    stored = Subspace("row", codec(), 0.1).start()(turn())
+    stored = Subspace("row", codec(), others(), 0.1).start()(turn())
     attention = attention_drawn(turn().rows, lambda layer: turn().kv[layer].k, START, NUM_TOKENS)
     encoded = codec().encode(
         turn().segment.__getitem__,
@@ -63,9 +69,20 @@ def test_a_row_is_the_codec_with_the_turns_share_of_the_limit() -> None:
         assert 0 < (found.v.float() - true.v.float()).abs().max() < 5
 
 
-def test_a_turn_that_the_bases_cannot_represent_is_native() -> None:
+def test_a_turn_that_the_bases_cannot_represent_is_in_few_bits() -> None:
     strange = turn(outside=3.0)
-    stored = Subspace("row", codec(), 0.1).start()(strange)
+    stored = Subspace("row", codec(), others(), 0.1).start()(strange)
+    assert stored.damage is not None
+    assert 0 < stored.damage < 0.075
+    native = NUM_LAYERS * NUM_TOKENS * 2 * 2 * 16 * 2
+    assert native / 4 < stored.num_bytes < 0.7 * native
+    for found, true in zip(stored.segment, strange.segment, strict=True):
+        assert 0 < (found.v.float() - true.v.float()).abs().max() < 0.1
+
+
+def test_a_turn_that_few_bits_cannot_keep_either_is_native() -> None:
+    strange = turn(outside=3.0)
+    stored = Subspace("row", codec(), others(), 1e-5).start()(strange)
     assert stored.damage == 0
     # Keys and values of two heads, 16 elements of bf16 each.
     assert stored.num_bytes == NUM_LAYERS * NUM_TOKENS * 2 * 2 * 16 * 2
@@ -75,7 +92,7 @@ def test_a_turn_that_the_bases_cannot_represent_is_native() -> None:
 
 
 def test_there_is_a_row_for_each_limit_and_a_larger_one_takes_fewer_bytes() -> None:
-    rows = subspace_methods(codec())
+    rows = subspace_methods(codec(), others())
     assert [row.limit for row in rows] == list(LIMITS)
     assert len({row.name for row in rows}) == len(rows)
     sizes = [row.start()(turn()).num_bytes for row in rows[1:]]
