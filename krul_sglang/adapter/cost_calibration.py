@@ -174,12 +174,8 @@ class CostCalibration:
         half = self._pool.num_tokens // 2
         num_blocks = max(1, min(_BLOCKS, half // 128))
         longest = half // num_blocks
-        return fit_tier(
-            [
-                self._block_s(codec, num_blocks, num_tokens)
-                for num_tokens in sorted({min(length, longest) for length in (64, 256, 1024)})
-            ]
-        )
+        lengths = sorted({min(length, longest) for length in (64, 256, 1024)})
+        return fit_tier([self._block_s(codec, num_blocks, num_tokens) for num_tokens in lengths])
 
     def _block_s(self, codec: ModelCodecs, num_blocks: int, num_tokens: int) -> tuple[float, float]:
         """Bytes and seconds of a native block of ``num_tokens``, of so many that are restored together."""

@@ -213,6 +213,29 @@ def test_what_cannot_be_compressed_is_native_and_keeps_what_it_has_lost(
     assert span.damage == pytest.approx(lost * num_tokens)
 
 
+@pytest.mark.parametrize("returns", [True, False], ids=["returns", "stays on the device"])
+def test_new_tokens_may_lose_a_tenth_of_their_share_when_nothing_is_left(
+    server: BudgetedServer, returns: bool
+) -> None:
+    """In all a tenth of the limit at most, however many turns follow."""
+    server.compute(FIRST_PAGES)
+    server.store_turn()
+    limit = LIMIT / 4
+    budget = server.make_budget(limit)
+    server.decide_by(budget)
+    for turn in range(1, 5):
+        if returns:
+            server.leave_and_return()
+        server.compute(MORE_PAGES)
+        server.store_turn()
+        said, num_pages = budget.as_dict(), FIRST_PAGES + turn * MORE_PAGES
+        assert said["last_spent"] > limit
+        assert said["last_damage"] == pytest.approx(USED * limit / 10 * MORE_PAGES / num_pages, rel=STEPS)
+        assert not is_native(server)
+        assert 0 < sum(server.damage_now()[1:]) < limit / 10
+        assert said["unfamiliar_turns"] == 0
+
+
 UNFAMILIAR = 0.1
 """The length of what the bases cannot represent: in a turn of ``FIRST_PAGES`` it costs half of the limit."""
 

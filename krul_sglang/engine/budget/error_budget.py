@@ -37,6 +37,10 @@ from krul_sglang.engine.save import Decision, LayerEncoding, StoredPath, Turn, T
 
 logger = logging.getLogger(__name__)
 
+_LEAST_SHARE = 0.1
+"""New tokens may always lose this part of their share of the limit by length. So a conversation that has
+already lost more than its limit, since more is known today, loses at most a tenth of the limit besides."""
+
 _MAX_REMEMBERED = 100_000
 """Segments whose damage is remembered: those that have left DRAM for a lower tier are not asked for it."""
 
@@ -83,9 +87,9 @@ class ErrorBudget(Decision):
     and they are stored again. A turn is stored natively for good if nothing was recorded of its attention, if
     there are no bases yet, or if the weights are no longer those that the bases were learned from. Other
     turns are stored natively at first. When a run of one is encoded, later, its limit is set by what the
-    conversation has spent by then. It stays native if nothing is left. If what the bases cannot represent of
-    it costs nearly all of that, or if it turns out, once it is encoded, to cost more than it may, its layers
-    are stored one by one in few bits (``coarse_plan``).
+    conversation has spent by then. With nothing left, what came back lossy stays as it is, and new tokens may
+    lose a little (``_LEAST_SHARE``). If what the bases cannot represent of a run costs nearly all that it may
+    lose, or if it turns out to cost more, its layers are stored one by one in few bits (``coarse_plan``).
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
     ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
@@ -179,18 +183,19 @@ class ErrorBudget(Decision):
             self._last_factor = self._correction.factor(ended.turn.token_ids)
             ended.left = self._limit / self._last_factor - spent
             self._last_spent = spent
-        self._last_left, ended.usable = ended.left, 0.0
-        if ended.left <= 0 or not self._are_weights_known:
+        left, num_tokens, num_new = ended.left, len(ended.turn.token_ids), sum(map(len, ended.runs))
+        if not ended.carried[index] and left > -math.inf:
+            left = max(left, _LEAST_SHARE * self._limit / self._last_factor * num_new / num_tokens)
+        self._last_left, ended.usable = left, 0.0
+        if left <= 0 or not self._are_weights_known:
             return None
         attention = ended.attention[index][..., : run.num_tokens]
         sample = bases.subspace.sample(
             run.read, start_token=run.start_token, num_tokens=run.num_tokens, attention=attention
         )
         # What a run costs falls with every token that follows: at the conversation's end it is less.
-        to_own_end = len(ended.turn.token_ids) / (run.start_token + run.num_tokens)
-        usable = ended.usable = (
-            SHARE_OF_LEFT * ended.left * run.num_tokens / sum(map(len, ended.runs)) * to_own_end
-        )
+        to_own_end = num_tokens / (run.start_token + run.num_tokens)
+        usable = ended.usable = SHARE_OF_LEFT * left * run.num_tokens / num_new * to_own_end
         self._last_outside = sample.outside / to_own_end
         if sample.outside > MOST_OUTSIDE * usable:
             self._warn_unfamiliar()
@@ -298,10 +303,9 @@ class ErrorBudget(Decision):
             self._num_unrecorded += 1
             return None
         start, end = runs[0].start, runs[-1].stop
+        read_keys = partial(self._pool.gather_keys, slots=turn.slots)
         try:
-            drawn = attention_drawn(
-                rows, lambda layer: self._pool.gather_keys(layer, turn.slots), start, end - start
-            )
+            drawn = attention_drawn(rows, read_keys, start, end - start)
         except Exception:
             logger.exception("krul: the attention of a turn could not be measured")
             return None
