@@ -214,15 +214,14 @@ def test_what_cannot_be_compressed_is_native_and_keeps_what_it_has_lost(
 
 
 @pytest.mark.parametrize("returns", [True, False], ids=["returns", "stays on the device"])
-def test_new_tokens_may_lose_a_tenth_of_their_share_when_nothing_is_left(
-    server: BudgetedServer, returns: bool
-) -> None:
-    """In all a tenth of the limit at most, however many turns follow."""
+def test_new_tokens_may_lose_their_share_when_nothing_is_left(server: BudgetedServer, returns: bool) -> None:
+    """So a conversation comes back to its limit, and never loses more than it had lost."""
     server.compute(FIRST_PAGES)
     server.store_turn()
     limit = LIMIT / 4
     budget = server.make_budget(limit)
     server.decide_by(budget)
+    (lost,) = server.damage_now()
     for turn in range(1, 5):
         if returns:
             server.leave_and_return()
@@ -230,10 +229,26 @@ def test_new_tokens_may_lose_a_tenth_of_their_share_when_nothing_is_left(
         server.store_turn()
         said, num_pages = budget.as_dict(), FIRST_PAGES + turn * MORE_PAGES
         assert said["last_spent"] > limit
-        assert said["last_damage"] == pytest.approx(USED * limit / 10 * MORE_PAGES / num_pages, rel=STEPS)
+        assert said["last_damage"] == pytest.approx(USED * limit * MORE_PAGES / num_pages, rel=STEPS)
         assert not is_native(server)
-        assert 0 < sum(server.damage_now()[1:]) < limit / 10
+        assert limit < sum(server.damage_now()) < lost
+        lost = sum(server.damage_now())
         assert said["unfamiliar_turns"] == 0
+
+
+def test_what_is_missing_before_stored_tokens_gets_what_is_left(server: BudgetedServer) -> None:
+    """The tokens after it have lost nearly all of the limit, since it had lost nothing."""
+    server.compute(FIRST_PAGES)
+    server.store_turn(is_observed=False)
+    server.compute(MORE_PAGES)
+    server.store_turn()
+    (first,) = (
+        each for each in server.store.path_segments(MODEL, server.keys) if not each.header.start_token
+    )
+    server.store.report_damage(first.segment_id, "damaged")
+    server.store_turn()
+    assert not is_native(server, 0)
+    assert 0.95 * LIMIT < sum(server.damage_now()) <= LIMIT * (1 + 1e-6)
 
 
 UNFAMILIAR = 0.1

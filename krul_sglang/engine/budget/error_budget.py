@@ -37,10 +37,6 @@ from krul_sglang.engine.save import Decision, LayerEncoding, StoredPath, Turn, T
 
 logger = logging.getLogger(__name__)
 
-_LEAST_SHARE = 0.1
-"""New tokens may always lose this part of their share of the limit by length. So a conversation that has
-already lost more than its limit, since more is known today, loses at most a tenth of the limit besides."""
-
 _MAX_REMEMBERED = 100_000
 """Segments whose damage is remembered: those that have left DRAM for a lower tier are not asked for it."""
 
@@ -87,9 +83,9 @@ class ErrorBudget(Decision):
     and they are stored again. A turn is stored natively for good if nothing was recorded of its attention, if
     there are no bases yet, or if the weights are no longer those that the bases were learned from. Other
     turns are stored natively at first. When a run of one is encoded, later, its limit is set by what the
-    conversation has spent by then. With nothing left, what came back lossy stays as it is, and new tokens may
-    lose a little (``_LEAST_SHARE``). If what the bases cannot represent of a run costs nearly all that it may
-    lose, or if it turns out to cost more, its layers are stored one by one in few bits (``coarse_plan``).
+    conversation has spent by then: what is left of its budget, but new tokens at its end may always lose
+    their share of it by length. If what the bases cannot represent of a run costs nearly all that it may
+    lose, or if it turns out to cost more, its layers are stored one by one in few bits.
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
     ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
@@ -184,8 +180,10 @@ class ErrorBudget(Decision):
             ended.left = self._limit / self._last_factor - spent
             self._last_spent = spent
         left, num_tokens, num_new = ended.left, len(ended.turn.token_ids), sum(map(len, ended.runs))
-        if not ended.carried[index] and left > -math.inf:
-            left = max(left, _LEAST_SHARE * self._limit / self._last_factor * num_new / num_tokens)
+        num_known = num_tokens - num_new - ended.runs[0].start
+        if left > -math.inf and num_known < self._model.identity.page_size and not any(ended.carried):
+            # More only if older turns have lost more than the limit, as is known today.
+            left = max(left, self._limit / self._last_factor * num_new / num_tokens)
         self._last_left, ended.usable = left, 0.0
         if left <= 0 or not self._are_weights_known:
             return None
