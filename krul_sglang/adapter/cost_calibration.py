@@ -31,7 +31,7 @@ from krul_backend.strategy import SUBSPACE, Precision, Strategy
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.head_recompute import HeadRecompute
 from krul_sglang.adapter.start_proof import ordinary_prefill, random_token_ids, timed
-from krul_sglang.engine.budget.coarse import COARSE
+from krul_sglang.engine.budget import COARSE
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.restore import DecodeCosts, Head
