@@ -15,7 +15,7 @@ from krul_backend.codec.units import UnitPlan
 from krul_backend.strategy import Precision, Strategy
 
 COARSE = (Precision.INT4, Precision.INT8)
-"""What is tried, the fewest bits first."""
+"""The precisions that ``coarse_plan`` tries, the one with the fewest bits first."""
 
 
 def coarse_plan(
@@ -26,9 +26,9 @@ def coarse_plan(
     subspace: SubspaceCodec,
     pause: Callable[[], None],
 ) -> tuple[Strategy, float] | None:
-    """The fewest bits with which a run is expected to lose at most ``limit`` nats per predicted token, and
-    what it loses, by what errors cost in ``subspace``; None if there are none.
+    """Find the fewest bits with which a run is expected to lose at most ``limit`` nats per predicted token.
 
+    Returns them, with what it loses then by the costs of errors in ``subspace``; None if all lose too much.
     ``attention [L, Hkv, run.num_tokens]``: see ``GroupBasis.token_worth``. ``pause`` is called before each
     layer, which it may hold up.
     """
@@ -43,7 +43,7 @@ def coarse_plan(
             decoder = codec.of(strategy).open(encoded.params, **at)
             found, true = decoder.decode(layer, dict(encoded.blocks), 0, run.num_tokens), run.read(layer)
             lost = [a.float() - b.float() for a, b in ((found.k, true.k), (found.v, true.v))]
-            # One token may be no number and not be in the sample: then none is a number.
+            # A value that is no number may be outside of the sample: it spoils all of them.
             return LayerKV(*(part + 0 * part.sum() for part in lost))
 
         damage = subspace.sample(errors, **at, attention=attention, are_errors=True).all_lost

@@ -68,7 +68,7 @@ class _Ended:
     left: float | None = None
     """What is left of the conversation's budget when the first run is encoded, for all runs together."""
     usable: float = 0.0
-    """What the run that is being encoded may lose, in nats at its own end."""
+    """The most nats that the run may lose that is encoded now, counted at the end of that run."""
 
 
 class ErrorBudget(Decision):
@@ -85,7 +85,7 @@ class ErrorBudget(Decision):
     turns are stored natively at first. When a run of one is encoded, later, its limit is set by what the
     conversation has spent by then: what is left of its budget, but new tokens at its end may always lose
     their share of it by length. If what the bases cannot represent of a run costs nearly all that it may
-    lose, or if it turns out to cost more, its layers are stored one by one in few bits.
+    lose, or if it turns out to cost more, its layers are stored one by one in few bits, or else natively.
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
     ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
@@ -180,6 +180,7 @@ class ErrorBudget(Decision):
             ended.left = self._limit / self._last_factor - spent
             self._last_spent = spent
         left, num_tokens, num_new = ended.left, len(ended.turn.token_ids), sum(map(len, ended.runs))
+        # Of those after the first new one: none but a part of a page if all new ones are at the end.
         num_known = num_tokens - num_new - ended.runs[0].start
         if left > -math.inf and num_known < self._model.identity.page_size and not any(ended.carried):
             # More only if older turns have lost more than the limit, as is known today.
@@ -222,8 +223,8 @@ class ErrorBudget(Decision):
     def _without_bases(
         self, ended: _Ended, bases: _BasesInUse, index: int, run: TokenRun, pause: Callable[[], None]
     ) -> EncodedRun:
-        """A run that the bases cannot keep: in few bits, or natively if it may lose nothing or that loses too
-        much."""
+        """Encode a run that the bases cannot keep: in few bits, or natively if these lose more than it may
+        lose."""
         attention = ended.attention[index][..., : run.num_tokens]
         found = coarse_plan(ended.usable, run, attention, self._codec, bases.subspace, pause)
         if found is None:
