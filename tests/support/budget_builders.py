@@ -13,6 +13,7 @@ from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.segment import ModelIdentity, SegmentHeader
+from krul_sglang.engine.budget.correction import VARIED_BUDGET_SHARE
 from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import ProbeOutcome
 from krul_sglang.engine.budget.provenance import KvProvenance
@@ -104,10 +105,10 @@ class BudgetedServer:
         self.bases.have(self.subspace, "learned")
 
     def make_budget(self, limit: float) -> ErrorBudget:
-        """A budget of this server with another limit."""
+        """A budget of this server, of which its varied texts may be expected to lose ``limit``."""
         prober: Any = self.prober
         return ErrorBudget(
-            limit=limit,
+            limit=limit / VARIED_BUDGET_SHARE,
             probe_share=self._probe_share,
             store=self.store,
             provenance=self.provenance,

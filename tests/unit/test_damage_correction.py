@@ -19,6 +19,7 @@ from krul_sglang.engine.budget.correction import (
     LONG_TOKENS,
     PROBES_TO_TIGHTEN,
     DamageCorrection,
+    budget_share,
     kind_of_text,
 )
 
@@ -87,6 +88,11 @@ def test_texts_are_told_apart_by_how_many_of_their_last_tokens_differ() -> None:
     quarter = np.arange(1024, dtype=np.int64) % 128
     assert kind_of_text(quarter) == "varied"
     assert kind_of_text(quarter % 127) == "repetitive"
+
+
+def test_varied_texts_may_be_expected_to_lose_less_than_their_budget() -> None:
+    """What they lose differs most, and the budget is for nearly every conversation, not for their mean."""
+    assert [budget_share(text()) for text in KINDS] == [0.8, 1.0, 1.0]
 
 
 def test_records_of_equal_form_are_repetitive_also_where_numbers_change() -> None:

@@ -28,8 +28,10 @@ _HISTORIES_KEPT = 32
 _HISTORIES_AS_EXPECTED = 4
 """At first, a kind of text counts as if so many histories of it had lost what was expected."""
 
-LONG_TOKENS, _READ_TOKENS = 2048, 512
-_VARIED_SHARE = 0.25
+LONG_TOKENS, _READ_TOKENS, _VARIED_SHARE = 2048, 512, 0.25
+
+VARIED_BUDGET_SHARE = 0.8
+"""Varied texts may be expected to lose this share of their budget: some lose a quarter more than expected."""
 
 
 def kind_of_text(token_ids: TokenIds) -> str:
@@ -39,6 +41,11 @@ def kind_of_text(token_ids: TokenIds) -> str:
     if len(np.unique(last)) < _VARIED_SHARE * len(last):
         return "repetitive"
     return "long" if len(token_ids) >= LONG_TOKENS else "varied"
+
+
+def budget_share(token_ids: TokenIds) -> float:
+    """The share of its budget that a conversation, all its tokens, may be expected to lose."""
+    return VARIED_BUDGET_SHARE if kind_of_text(token_ids) == "varied" else 1.0
 
 
 def _as_expected() -> dict[int, float]:

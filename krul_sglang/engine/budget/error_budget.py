@@ -21,7 +21,7 @@ from krul_backend.errors import CodecError
 from krul_backend.store.interface import KVStore
 from krul_backend.strategy import Strategy
 from krul_sglang.engine.budget.coarse import coarse_plan
-from krul_sglang.engine.budget.correction import DamageCorrection
+from krul_sglang.engine.budget.correction import DamageCorrection, budget_share
 from krul_sglang.engine.budget.probing import Prober
 from krul_sglang.engine.budget.provenance import DamagedSpan, KvProvenance, carried_damage, spent_damage
 from krul_sglang.engine.budget.served_bases import ServedBases
@@ -66,7 +66,7 @@ class _Ended:
     carried: tuple[float, ...]
     attention: tuple[torch.Tensor, ...]
     left: float | None = None
-    """What is left of the conversation's budget when the first run is encoded, for all runs together."""
+    """What all runs together may lose in nats, as is known when the first one is encoded."""
     usable: float = 0.0
     """The most nats that the run may lose that is encoded now, counted at the end of that run."""
 
@@ -74,18 +74,18 @@ class _Ended:
 class ErrorBudget(Decision):
     """Stores each turn in the fewest bytes whose expected damage stays in the conversation's budget.
 
-    A conversation has one budget, ``limit`` nats per predicted token, however often it leaves and returns:
-    each segment's parameters have its damage, and a turn gets what is left. What a segment costs falls with
-    every token that follows, since attention is shared among more tokens: so equal turns get equal errors.
-    Each rank stores its own heads, and gets an equal share of the limit.
+    A conversation has one budget, ``limit`` nats per predicted token, however often it leaves and returns,
+    and may be expected to lose ``budget_share`` of it. Each segment's parameters have its damage, and a turn
+    gets what is left. What a segment costs falls with every token that follows, since attention is shared
+    among more tokens: so equal turns get equal errors. Each rank stores its own heads, and gets an equal
+    share of the limit. Tokens that came back lossy count with what they have lost, also when their segment
+    has left the store and they are stored again.
 
-    Tokens that came back lossy count with what they have lost, also when their segment has left the store
-    and they are stored again. A turn is stored natively for good if nothing was recorded of its attention, if
-    there are no bases yet, or if the weights are no longer those that the bases were learned from. Other
-    turns are stored natively at first. When a run of one is encoded, later, its limit is set by what the
-    conversation has spent by then: what is left of its budget, but new tokens at its end may always lose
-    their share of it by length. If what the bases cannot represent of a run costs nearly all that it may
-    lose, or if it turns out to cost more, its layers are stored one by one in few bits, or else natively.
+    A turn is stored natively for good if nothing was recorded of its attention, if there are no bases yet, or
+    if the weights are no longer those that the bases were learned from. Others are stored natively at first.
+    When a run of one is encoded, later, it may lose what is left by then, and new tokens at the
+    conversation's end always their share of the budget by length. If what the bases cannot represent costs
+    nearly all of that, or all costs more, its layers are stored one by one in few bits, or else natively.
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
     ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
@@ -113,7 +113,7 @@ class ErrorBudget(Decision):
         self.num_probes = 0
         self.last_kl: float | None = None
         self.last_expected: float | None = None
-        self._last_spent = self._last_damage = self._last_outside = self._last_left = 0.0
+        self._last_spent = self._last_damage = self._last_outside = 0.0
         self._num_unfamiliar = self._num_unrecorded = self._num_coarse = 0
         self._correction = DamageCorrection()
         self._last_factor = 1.0
@@ -173,20 +173,19 @@ class ErrorBudget(Decision):
     def _limit_of(self, ended: _Ended, bases: _BasesInUse, index: int, run: TokenRun) -> RunLimit | None:
         """What run number ``index`` of a turn may lose: a share by length of what was left when the first one
         was encoded. None if it is better stored natively."""
+        num_tokens, num_new = len(ended.turn.token_ids), sum(map(len, ended.runs))
         if ended.left is None:
             # As the bases expect damage, like all that is noted.
-            spent = self._spent(ended)
+            self._last_spent = spent = self._spent(ended)
             self._last_factor = self._correction.factor(ended.turn.token_ids)
-            ended.left = self._limit / self._last_factor - spent
-            self._last_spent = spent
-        left, num_tokens, num_new = ended.left, len(ended.turn.token_ids), sum(map(len, ended.runs))
-        # Of those after the first new one: none but a part of a page if all new ones are at the end.
-        num_known = num_tokens - num_new - ended.runs[0].start
-        if left > -math.inf and num_known < self._model.identity.page_size and not any(ended.carried):
-            # More only if older turns have lost more than the limit, as is known today.
-            left = max(left, self._limit / self._last_factor * num_new / num_tokens)
-        self._last_left, ended.usable = left, 0.0
-        if left <= 0 or not self._are_weights_known:
+            allowed = budget_share(ended.turn.token_ids) * self._limit / self._last_factor
+            ended.left = allowed - spent
+            # Known tokens after new ones: none but a part of a page if all new ones are at the end.
+            num_after = num_tokens - num_new - ended.runs[0].start
+            if spent < math.inf and num_after < self._model.identity.page_size and not any(ended.carried):
+                ended.left = max(ended.left, allowed * num_new / num_tokens)
+        ended.usable = 0.0
+        if ended.left <= 0 or not self._are_weights_known:
             return None
         attention = ended.attention[index][..., : run.num_tokens]
         sample = bases.subspace.sample(
@@ -194,25 +193,25 @@ class ErrorBudget(Decision):
         )
         # What a run costs falls with every token that follows: at the conversation's end it is less.
         to_own_end = num_tokens / (run.start_token + run.num_tokens)
-        usable = ended.usable = SHARE_OF_LEFT * left * run.num_tokens / num_new * to_own_end
+        ended.usable = SHARE_OF_LEFT * ended.left * run.num_tokens / num_new * to_own_end
         self._last_outside = sample.outside / to_own_end
-        if sample.outside > MOST_OUTSIDE * usable:
-            self._warn_unfamiliar()
+        if sample.outside > MOST_OUTSIDE * ended.usable:
+            if not self._num_unfamiliar:
+                logger.warning(
+                    "krul: a turn is unlike the text that the bases were learned from, and not stored in "
+                    "them: they would lose %.3g nats of it. Learn bases from such text if this is frequent",
+                    self._last_factor * self._last_outside,
+                )
             return None
-        return RunLimit(usable, sample, ended.carried[index], attention)
+        return RunLimit(ended.usable, sample, ended.carried[index], attention)
 
     def _note(
-        self, ended: _Ended, bases: _BasesInUse, index: int, run: TokenRun, encoded: EncodedSegment | None
+        self, ended: _Ended, bases: _BasesInUse, index: int, run: TokenRun, encoded: EncodedSegment
     ) -> None:
-        """Note what a run costs, now that it is encoded; None: it is not in bases."""
-        self._note_damage(ended, index, run, 0.0 if encoded is None else encoded.damage)
+        """Note what a run costs, now that it is encoded in bases."""
+        self._note_damage(ended, index, run, encoded.damage)
         # What is known of other bases says nothing of those that came meanwhile.
-        are_newest = bases is self._in_use
-        if encoded is None and self._last_left > 0:
-            self._num_unfamiliar += 1
-            if are_newest:
-                self._bases.drift.add_unfamiliar(run.num_tokens)
-        elif encoded is not None and are_newest:
+        if bases is self._in_use:
             self._bases.drift.add(encoded.mean_offset, run.num_tokens)
 
     def _note_damage(self, ended: _Ended, index: int, run: TokenRun, damage: float) -> None:
@@ -225,12 +224,14 @@ class ErrorBudget(Decision):
     ) -> EncodedRun:
         """Encode a run that the bases cannot keep: in few bits, or natively if these lose more than it may
         lose."""
+        if ended.left is not None and ended.left > 0:
+            self._num_unfamiliar += 1
+            if bases is self._in_use:
+                self._bases.drift.add_unfamiliar(run.num_tokens)
         attention = ended.attention[index][..., : run.num_tokens]
         found = coarse_plan(ended.usable, run, attention, self._codec, bases.subspace, pause)
-        if found is None:
-            return self._unshared(ended.carried).encode(index, run, pause)
-        strategy, damage = found
-        self._num_coarse += 1
+        self._num_coarse += found is not None
+        strategy, damage = found or (Strategy.from_pairs(self._pool.num_layers), 0.0)
         self._note_damage(ended, index, run, damage)
         plan = UnitPlan(strategy, damage + ended.carried[index])
         return self._codec.of(strategy).encode(run, plan, pause)
@@ -253,7 +254,7 @@ class ErrorBudget(Decision):
         try:
             return self._provenance.read(turn.slots)
         except Exception:
-            logger.exception("krul: what a conversation has spent of its error budget is not known")
+            logger.exception("krul: what of a conversation came back lossy is not known")
             return None
 
     def _spent(self, ended: _Ended) -> float:
@@ -322,14 +323,6 @@ class ErrorBudget(Decision):
             self._correction.begin_again()
             logger.info("krul: turns are stored in bases %s from here on", subspace.bases.digest[:16])
         return self._in_use
-
-    def _warn_unfamiliar(self) -> None:
-        if not self._num_unfamiliar:
-            logger.warning(
-                "krul: a turn is unlike the text that the bases were learned from, and not stored in them: "
-                "they would lose %.3g nats of it. Learn bases from such text if this is frequent",
-                self._last_factor * self._last_outside,
-            )
 
     def wants_probe(self) -> bool:
         """True if this turn is to be probed: the first one, then a share of them. Call it once per turn."""

@@ -31,8 +31,8 @@ class SubspaceEncoding(TurnEncoding):
     ``without_bases(index, run, pause)`` encodes them.
 
     ``limit_of(index, run)`` is asked when a run is encoded; None: the bases shall not have it. Each run is
-    told to ``on_encoded(index, run, encoded)``; None: the bases do not have it. ``exact`` is how the turn is
-    stored at first.
+    told to ``on_encoded(index, run, encoded)`` if it is in bases. ``exact`` is how the turn is stored at
+    first.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SubspaceEncoding(TurnEncoding):
         groups: LayerGroups,
         group_token_bytes: list[float],
         limit_of: Callable[[int, TokenRun], RunLimit | None],
-        on_encoded: Callable[[int, TokenRun, EncodedSegment | None], None],
+        on_encoded: Callable[[int, TokenRun, EncodedSegment], None],
         without_bases: Callable[[int, TokenRun, Callable[[], None]], EncodedRun],
         exact: LayerEncoding,
     ) -> None:
@@ -64,9 +64,9 @@ class SubspaceEncoding(TurnEncoding):
     def encode(self, index: int, run: TokenRun, pause: Callable[[], None]) -> EncodedRun:
         limit = self._limit_of(index, run)
         encoded = None if limit is None else self._encoded(limit, run, pause)
-        self._on_encoded(index, run, None if encoded is None else encoded.segment)
         if encoded is None:
             return self._without_bases(index, run, pause)
+        self._on_encoded(index, run, encoded.segment)
         for group, block in enumerate(encoded.segment.blocks):
             here = block.numel() / run.num_tokens
             self._group_token_bytes[group] += _LEARNING_RATE * (here - self._group_token_bytes[group])
