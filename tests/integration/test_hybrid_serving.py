@@ -40,6 +40,8 @@ from tests.support.tiny_model import build_delta_rule_model, build_hybrid_model
 # SGLang keeps no states amid prompts here, and so takes no larger pages and no overlap. Prompts are cut alike
 # everywhere: short convolutions make much of a rounding.
 ARGS = ("--page-size", "1", "--disable-overlap-schedule", "--chunked-prefill-size", "256")
+EXACT = ("SGLANG_MAMBA_CONV_DTYPE", "float32")
+"""In bfloat16, as by default, where a prompt is cut would change logprobs by some 1e-3; so by 5e-6."""
 FIRST_TURN, NEW_TOKENS = 500, 12
 BOUNDARY = FIRST_TURN + NEW_TOKENS - 1
 """Of ``branch``: the last token of a turn is computed by the next one."""
@@ -52,8 +54,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield build_hybrid_model(path)
         return
     with pytest.MonkeyPatch.context() as patch:
-        # In bfloat16, as by default, where a prompt is cut would change logprobs by some 1e-3; so by 5e-6.
-        patch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
+        patch.setenv(*EXACT)
         yield build_delta_rule_model(path)
 
 
@@ -233,3 +234,28 @@ def test_failed_loads_are_computed_from_the_state_before(
     assert stats["restore"]["forward"]["rescued_requests"] > 0
     assert stats["states"]["restored"] > 0
     assert stats["num_leases"] == 0
+
+
+def test_states_amid_prompts_allow_larger_pages_and_overlap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's default: it keeps copies of states (``extra_buffer``), in a prompt at a multiple of 64 tokens.
+
+    What lies behind the last one is not stored.
+    """
+    monkeypatch.setenv(*EXACT)
+    model = build_delta_rule_model(tmp_path / "model")
+    args = ("--page-size", "16", "--chunked-prefill-size", "256")
+    never_evicts = ("--dtype", "float32", "--max-total-tokens", "16384", "--enable-cache-report", *args)
+    with ForkedServer(model, args=never_evicts) as server:
+        kept, expected = play_all(server, evict=False), branch(server, evict=False)
+    with ForkedServer(model, args=(*small_krul_server_args(POOL_TOKENS, {}), *args), env=STRICT) as server:
+        assert server.get_json("/server_info")["mamba_radix_cache_strategy"] == "extra_buffer"
+        played, branched = play_all(server, evict=True), branch(server, evict=True)
+        stats = settled_stats(server)
+    assert_same(kept.all(), played.all())
+    assert_close(expected.all(), branched.all())
+    assert [answer.host_tokens for answer in played.turns] == [0, 576, 640, 704, 768]
+    assert branched.from_prompt.host_tokens == FIRST_TURN // 64 * 64
+    assert stats["states"]["restored"] >= 8
+    assert (stats["states"]["failed_loads"], stats["num_leases"]) == (0, 0)

@@ -164,6 +164,49 @@ def test_a_chunk_equals_its_tokens_one_by_one() -> None:
 
 
 @torch.no_grad()
+def test_states_within_prompts_are_those_of_shorter_prompts() -> None:
+    """Before each 64 tokens of a request, whatever lies before it in the batch."""
+    generator = torch.Generator().manual_seed(4)
+    num_tokens = sum(LENGTHS)
+    q, k, v = (torch.randn(1, num_tokens, n, d, generator=generator) for n, d in ((2, K), (2, K), (HEADS, V)))
+    g, beta = (torch.rand(1, num_tokens, HEADS, generator=generator) for _ in range(2))
+    before = torch.randn(SLOTS, HEADS, V, K, generator=generator)
+
+    def extend(*parts: range) -> tuple[torch.Tensor, torch.Tensor]:
+        states = before.clone()
+        tokens = [token for part in parts for token in part]
+        starts = torch.tensor([0, *map(len, parts)]).cumsum(0)
+        slots = torch.tensor([2, 4][: len(parts)])
+        inputs = (x[:, tokens] for x in (q, k, v, -g, beta))
+        _, _, within = cpu_delta_rule.extend_prompts(
+            *inputs, initial_state=states, initial_state_indices=slots, cu_seqlens=starts
+        )
+        return states, within
+
+    _, within = extend(range(LENGTHS[0]), range(LENGTHS[0], num_tokens))
+    assert within.shape == (1, 3 + 1, HEADS, V, K)
+    assert torch.equal(within[0, [0, 3]], before[[2, 4]])
+    for chunk in (1, 2):
+        torch.testing.assert_close(within[0, chunk], extend(range(64 * chunk))[0][2])
+
+
+@pytest.mark.parametrize("num_layers", [None, 3])
+def test_snapshots_are_of_the_requests_in_the_mask(num_layers: int | None) -> None:
+    layers = () if num_layers is None else (num_layers,)
+    conv, recurrent = torch.randn(*layers, SLOTS, 5, 3), torch.randn(*layers, SLOTS, HEADS, V, K)
+    befores = [conv.clone(), recurrent.clone()]
+    mask, sources, targets = (
+        torch.tensor([True, False, True]),
+        torch.tensor([1, 2, 3]),
+        torch.tensor([4, 0, 5]),
+    )
+    cpu_delta_rule.snapshot_states(conv, recurrent, sources, mask, targets, 3)
+    at = [0, 1, 2, 3, 1, 3]
+    for now, before in zip((conv, recurrent), befores, strict=True):
+        assert torch.equal(now, before[at] if num_layers is None else before[:, at])
+
+
+@torch.no_grad()
 def test_the_shared_expert_is_added_as_by_transformers(config: Any) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

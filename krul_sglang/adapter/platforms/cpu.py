@@ -78,6 +78,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
             cpu_speculation.install()
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Whether states can be copied amid prompts and answers."""
+        return True
+
     def get_dispatch_key_name(self) -> str:
         return "native"
 

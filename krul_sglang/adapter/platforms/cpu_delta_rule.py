@@ -26,6 +26,7 @@ def install() -> None:
     from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent
     from sglang.kernels.ops.attention.linear import fused_gdn_gating
     from sglang.kernels.ops.elementwise import elementwise
+    from sglang.kernels.ops.mamba import mamba_state_scatter_triton
 
     replaced: dict[ModuleType, dict[str, Any]] = {
         triton_gdn_fused_proj: {"fused_qkvzba_split_reshape_cat": split_projections},
@@ -34,6 +35,10 @@ def install() -> None:
         fused_recurrent: {"fused_recurrent_gated_delta_rule_packed_decode": decode_next},
         fused_norm_gate: {"rms_norm_gated": normalize_gated},
         elementwise: {"fused_gate_sigmoid_mul_add": add_shared_expert},
+        mamba_state_scatter_triton: {
+            "track_mamba_states_all_layers": snapshot_states,
+            "track_mamba_states_if_needed": snapshot_states,
+        },
     }
     # Models may have been imported already, and have taken kernels by name.
     of_sglang = [vars(module) for name, module in sys.modules.items() if name.startswith("sglang.")]
@@ -96,7 +101,7 @@ def extend_prompts(
     initial_state_indices: torch.Tensor,
     cu_seqlens: torch.Tensor,
     **options: Any,
-) -> tuple[torch.Tensor, None, None]:
+) -> tuple[torch.Tensor, None, torch.Tensor]:
     """Apply the gated delta rule to new tokens of several requests, which lie one after another.
 
     Args:
@@ -106,22 +111,23 @@ def extend_prompts(
         cu_seqlens: ``[batch + 1]``, where each request begins.
 
     Returns:
-        ``[1, T, HV, V]``. No states within the prompts are kept.
+        ``[1, T, HV, V]``, and the state before each 64 tokens of a request, ``[1, chunks, HV, V, K]``.
     """
-    output = torch.zeros_like(v)
+    output, states = torch.zeros_like(v), []
     # [1, T, HV, ...] -> [HV, T, ...]
     inputs = [x[0].transpose(0, 1) for x in (*_heads(q, k, v), g, beta)]
     bounds = cu_seqlens.tolist()
     for slot, start, end in zip(initial_state_indices.tolist(), bounds, bounds[1:], strict=False):
         if slot == PAD_SLOT:
             continue
-        state = initial_state[slot].float()
+        state = initial_state[slot].to(torch.float32, copy=True)
         for first in range(start, end, CHUNK_TOKENS):
             part = slice(first, min(first + CHUNK_TOKENS, end))
+            states.append(state)
             chunk, state = delta_rule(state, *[x[:, part] for x in inputs])
             output[0, part] = chunk.transpose(0, 1).to(output.dtype)
         initial_state[slot] = state.to(initial_state.dtype)
-    return output, None, None
+    return output, None, torch.stack(states)[None] if states else initial_state[None, :0]
 
 
 def decode_next(
@@ -233,3 +239,23 @@ def add_shared_expert(
     ``gate_weight`` is ``[hidden]``.
     """
     final_hidden_states += (hidden_states @ gate_weight).sigmoid()[:, None] * shared_output
+
+
+def snapshot_states(
+    conv_states: torch.Tensor,
+    ssm_states: torch.Tensor,
+    cache_indices: torch.Tensor,
+    mamba_track_mask: torch.Tensor,
+    mamba_track_indices: torch.Tensor,
+    batch_size: int,
+    check_freed_slots: bool = False,
+) -> None:
+    """Copy the states of those requests that the mask, bool ``[batch]``, has, to other slots, in place.
+
+    States are ``[slots, ...]`` of one layer, or ``[layers, slots, ...]`` of all.
+    """
+    rows = mamba_track_mask[:batch_size].nonzero()[:, 0]
+    sources, targets = cache_indices[rows].long(), mamba_track_indices[rows].long()
+    for states, num_dims in ((conv_states, 3), (ssm_states, 4)):
+        of_layers = states if states.dim() > num_dims else states[None]
+        of_layers[:, targets] = of_layers[:, sources]
