@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from krul_backend.segment import TokenIds
 from krul_sglang.engine.budget.correction import (
     HISTORIES_TO_LOOSEN,
+    LARGEST_IN_MEAN,
     LARGEST_RATIO,
     LONG_TOKENS,
     PROBES_TO_TIGHTEN,
@@ -155,8 +156,8 @@ def test_few_observations_loosen_nothing(text: Callable[[int], TokenIds]) -> Non
         observe(correction, probe)
         assert correction.factor(text()) == 4.0
     observe(correction, (text, 99, CERTAIN))
-    # Half of the last 32 histories at 4, and half at the least that one counts as.
-    assert correction.factor(text()) == pytest.approx(2.25)
+    # Half of the last 32 histories at the most that one counts as in a mean, and half at the least.
+    assert correction.factor(text()) == pytest.approx((LARGEST_IN_MEAN + 0.5) / 2)
 
 
 def test_one_history_loosens_nothing_however_often_it_is_probed() -> None:
@@ -205,7 +206,7 @@ def test_few_observations_tighten(
 @pytest.mark.parametrize("ratio", [LARGEST_RATIO, 1e6, math.inf, math.nan])
 def test_one_probe_alone_tightens_a_little(ratio: float) -> None:
     """A single one may be odd. What is not finite is taken for damage."""
-    assert after([(prose, 0, ratio)]).factor(prose()) == pytest.approx((4 + LARGEST_RATIO) / 5)
+    assert after([(prose, 0, ratio)]).factor(prose()) == pytest.approx((4 + LARGEST_IN_MEAN) / 5)
 
 
 def test_what_was_tightened_is_taken_back_after_many_histories() -> None:
