@@ -296,7 +296,7 @@ def test_a_predictable_history_that_is_probed_again_and_again_does_not_loosen_th
     chats = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=21, turns=3)
     encode, _ = load_token_encoder(str(REFERENCE_MODEL))
     text = encode(chats[20].messages(2, {1: "I will remember that."}))
-    predictable = (2 * text)[:640]
+    predictable = (3 * text)[:960]
     assert kind_of_text(np.array(predictable)) == "varied", "it would not count for chats"
     with two_ranks(learned_from_chats, ERROR_BUDGET) as server:
 
