@@ -6,6 +6,7 @@ import math
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ LARGEST_RATIO = 8.0
 _SMALLEST_RATIO = 0.5
 """And as at least so much: where the next token is certain, no damage shows, however large it is."""
 
-LARGEST_IN_MEAN = 3.0
-"""In the mean of histories no probe counts for more: it sees few tokens, of which one may lose most."""
+MOST_TIMES_MEDIAN = 3.0
+"""In the mean no probe counts for more than so often the median: of its few tokens one may lose most."""
 
 PROBES_TO_TIGHTEN = 4
 """So many probes in succession are believed at once if they all say that damage is larger."""
@@ -77,7 +78,8 @@ class _Evidence:
         if len(self.ratios) > _HISTORIES_KEPT:
             del self.ratios[next(iter(self.ratios))]
         self.last.append(ratio)
-        found = math.fsum(min(each, LARGEST_IN_MEAN) for each in self.ratios.values()) / len(self.ratios)
+        most = MOST_TIMES_MEDIAN * median(self.ratios.values())
+        found = math.fsum(min(each, most) for each in self.ratios.values()) / len(self.ratios)
         if len(self.last) == PROBES_TO_TIGHTEN:
             found = max(found, min(self.last))
         if found >= self.factor:
@@ -98,10 +100,8 @@ class DamageCorrection:
     odd probe raises it far. It falls only when 16 different histories have lost less than it says since it
     last changed, and never below 1, which is what the bases expect. One history counts once for that.
 
-    Kinds are told apart by tokens alone, so alike when a turn is stored and when it is probed, on every rank.
-    Loops, tables, logs and lists of equal records are repetitive: there the model is certain of the next
-    token, so little damage shows. Long texts lost half as much of what was expected as other varied ones. A
-    kind of which fewer than 16 histories were probed takes the largest factor of all.
+    In loops, tables and logs the model is certain of the next token, so little damage shows; long texts lost
+    half as much as other varied ones. A kind with fewer than 16 histories takes the largest factor of all.
 
     It has no lock: ``observe`` and ``begin_again`` must not run while another thread reads.
     """
