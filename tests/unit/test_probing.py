@@ -17,7 +17,6 @@ from krul_backend.errors import KrulError
 from krul_sglang.adapter import probe_forward
 from krul_sglang.adapter.probe_forward import HistoryAttention, prepare_probe
 from krul_sglang.engine.budget import probing
-from krul_sglang.engine.budget.correction import MOST_TIMES_MEDIAN
 from krul_sglang.engine.budget.probing import PROBED_TOKENS, ProbeOutcome, Prober
 from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support.budget_builders import NUM_LAYERS, PAGE_SIZE, BudgetedServer
@@ -366,7 +365,7 @@ def test_a_probe_moves_the_expected_damage_towards_the_truth(server: BudgetedSer
     server.prober.outcome = ProbeOutcome(kl=0.06, noted=0.01)
     server.budget.probe(server.path)
     said = server.budget.as_dict()
-    assert said["damage_factor"] == pytest.approx((4 * 1.0 + MOST_TIMES_MEDIAN) / 5)
+    assert said["damage_factor"] == pytest.approx((4 * 1.0 + 6.0) / 5)
     assert (said["probes"], said["last_kl"], said["last_expected"]) == (1, 0.06, 0.01)
 
 

@@ -6,7 +6,6 @@ import math
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,17 +18,15 @@ LARGEST_RATIO = 8.0
 _SMALLEST_RATIO = 0.5
 """And as at least so much: where the next token is certain, no damage shows, however large it is."""
 
-MOST_TIMES_MEDIAN = 3.0
-"""In the mean no probe counts for more than so often the median: of its few tokens one may lose most."""
-
 PROBES_TO_TIGHTEN = 4
 """So many probes in succession are believed at once if they all say that damage is larger."""
 
 HISTORIES_TO_LOOSEN = 16
 """So many different histories must have lost less than was assumed before less is assumed."""
 
-_HISTORIES_KEPT, _HISTORIES_AS_EXPECTED = 32, 4
-"""So many are kept. At first, a kind counts as if so many of its histories had lost what was expected."""
+_HISTORIES_KEPT = 32
+_HISTORIES_AS_EXPECTED = 4
+"""At first, a kind of text counts as if so many histories of it had lost what was expected."""
 
 LONG_TOKENS, _READ_TOKENS, _VARIED_SHARE = 2048, 512, 0.25
 
@@ -78,8 +75,7 @@ class _Evidence:
         if len(self.ratios) > _HISTORIES_KEPT:
             del self.ratios[next(iter(self.ratios))]
         self.last.append(ratio)
-        most = MOST_TIMES_MEDIAN * median(self.ratios.values())
-        found = math.fsum(min(each, most) for each in self.ratios.values()) / len(self.ratios)
+        found = math.fsum(self.ratios.values()) / len(self.ratios)
         if len(self.last) == PROBES_TO_TIGHTEN:
             found = max(found, min(self.last))
         if found >= self.factor:
@@ -96,12 +92,16 @@ class DamageCorrection:
     """Says how many times the expected damage a text is to be taken for, from 1 up.
 
     A probe gives the ratio of measured to expected damage. The factor is the mean ratio of the last
-    histories, or the smallest of the last four probes if that is larger: so it rises at once, and no single
-    odd probe raises it far. It falls only when 16 different histories have lost less than it says since it
-    last changed, and never below 1, which is what the bases expect. One history counts once for that.
+    histories, since the budget limits the mean, or the smallest of the last four probes if that is larger:
+    so it rises at once, and no single odd probe raises it far. It falls only when 16 different histories have
+    lost less than it says since it last changed, and never below 1, which is what the bases expect. One
+    history counts once for that, however often it is probed.
 
-    In loops, tables and logs the model is certain of the next token, so little damage shows; long texts lost
-    half as much as other varied ones. A kind with fewer than 16 histories takes the largest factor of all.
+    Texts are told apart by how many of their last tokens are different ones: that is known alike when a turn
+    is stored and when it is probed, on every rank. Below a quarter are loops, tables, logs and lists of equal
+    records: there the model is certain of the next token, so little damage shows. Prose, dialogues and code
+    lie above: when measured, they lost nearly alike, long ones half as much of what was expected. A kind of
+    which fewer than 16 histories were probed takes the largest factor of all.
 
     It has no lock: ``observe`` and ``begin_again`` must not run while another thread reads.
     """
