@@ -79,7 +79,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
             cpu_speculation.install()
 
     def support_mamba_cache_extra_buffer(self) -> bool:
-        """Whether states can be copied amid prompts and answers."""
+        """Tell SGLang that it may copy the states of recurrent layers while a request is computed."""
         return True
 
     def get_dispatch_key_name(self) -> str:

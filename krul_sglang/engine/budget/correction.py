@@ -44,7 +44,7 @@ def kind_of_text(token_ids: TokenIds) -> str:
 
 
 def budget_share(token_ids: TokenIds) -> float:
-    """The share of its budget that a conversation, all its tokens, may be expected to lose."""
+    """Return the share of its budget that a conversation, all its tokens, may be expected to lose."""
     return VARIED_BUDGET_SHARE if kind_of_text(token_ids) == "varied" else 1.0
 
 

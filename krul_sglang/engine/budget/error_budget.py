@@ -66,7 +66,7 @@ class _Ended:
     carried: tuple[float, ...]
     attention: tuple[torch.Tensor, ...]
     left: float | None = None
-    """What all runs together may lose in nats, as is known when the first one is encoded."""
+    """The nats that all runs together may lose. None until the first run is encoded."""
     usable: float = 0.0
     """The most nats that the run may lose that is encoded now, counted at the end of that run."""
 
@@ -171,8 +171,8 @@ class ErrorBudget(Decision):
         )
 
     def _limit_of(self, ended: _Ended, bases: _BasesInUse, index: int, run: TokenRun) -> RunLimit | None:
-        """What run number ``index`` of a turn may lose: a share by length of what was left when the first one
-        was encoded. None if it is better stored natively."""
+        """Return what run number ``index`` of a turn may lose in bases: its share by length of what all runs
+        may lose together. None if the bases cannot keep it within that."""
         num_tokens, num_new = len(ended.turn.token_ids), sum(map(len, ended.runs))
         if ended.left is None:
             # As the bases expect damage, like all that is noted.
