@@ -65,7 +65,9 @@ SERVED = (
     Served("adapters (--lora-paths), by whole loads", "tests/integration/test_adapters.py"),
     Served("images: Qwen2-VL (random weights), by whole loads", "tests/integration/test_images.py"),
     Served(
-        "sliding windows with --disable-hybrid-swa-memory, by whole loads",
+        "sliding windows: Mellum, whose windows have a pool of their own, by whole loads up to the ends of "
+        "turns and of prompts; Gemma-3, and with --disable-hybrid-swa-memory others, up to any page (random "
+        "weights)",
         "tests/integration/test_windows.py",
     ),
     Served(
@@ -113,6 +115,10 @@ UNTESTED = (
     Untested(
         "models other than Llama, Qwen3-MoE and DeepSeek-V2 and V3",
         "the proof of recomputed heads at every start; without it whole prefixes are loaded",
+    ),
+    Untested(
+        "other models with a pool of sliding windows: gpt-oss, Gemma-4, MiMo, Step",
+        "krul copies rows of SGLang's two pools, whatever the layers compute from them",
     ),
     Untested(
         "recurrent layers other than those of LFM2 and Qwen3-Next; --mamba-radix-cache-strategy "

@@ -123,7 +123,7 @@ class Reasons:
         *,
         has_states: bool = False,
     ) -> None:
-        """``has_states``: the model has recurrent layers, and goes on only where a turn ended."""
+        """``has_states``: the model has recurrent layers or windows, and goes on only where a turn ended."""
         self._has_states = has_states
         self._page_size = page_size
         self._fingerprint = fingerprint

@@ -53,7 +53,8 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture:
 
     Raises:
         ConfigError: see ``CapturePlan.fit``.
-        UnsupportedSetupError: the model has latent KV or recurrent layers, or takes images or sounds.
+        UnsupportedSetupError: the model has latent KV, recurrent layers or a pool of windows, or takes images
+            or sounds.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -159,7 +160,8 @@ def _proven_heads(
     why = ""
     try:
         if setup.states is not None:
-            raise NoHeadsError("it has recurrent layers, whose states are not in the KV of tokens")
+            kind = "recurrent layers" if setup.states.window_pages is None else "a pool of windows"
+            raise NoHeadsError(f"it has {kind}, whose states are not in the KV of tokens")
         if runner.lora_manager is not None:
             raise NoHeadsError("they would be computed without adapters")
         if setup.has_dp_attention:

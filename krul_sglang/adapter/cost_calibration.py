@@ -102,8 +102,8 @@ class CostCalibration:
 
     @property
     def _longest(self) -> int:
-        # SGLang asks for a page more than a prompt fills.
-        room = self._pool.num_tokens - int(self._tree_cache.page_size)
+        # SGLang asks for a page more than a prompt fills. A pool of windows may be smaller than that of KV.
+        room = int(self._tree_cache.token_to_kv_pool_allocator.size) - int(self._tree_cache.page_size)
         return min(room, int(self._runner.model_config.context_len))
 
     def _compute(self) -> tuple[ComputeCost, ComputeCost]:

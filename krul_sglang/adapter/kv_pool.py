@@ -28,7 +28,7 @@ _SCALING_BACKENDS = ("flashinfer", "triton", "fa3")
 
 def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] = ()) -> DevicePool:
     """SGLang's ``MHATokenToKVPool``, ``MLATokenToKVPool`` or ``DSATokenToKVPool`` as krul uses it, also where
-    it is that of a hybrid model's layers with attention.
+    it is that of a hybrid model's layers with attention, or of those whose attention has no window.
 
     Args:
         pool: SGLang's.
@@ -45,10 +45,14 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
         MHATokenToKVPool,
         MLATokenToKVPool,
     )
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     layer_ids: Sequence[int] | None = None
     if type(pool) is HybridLinearKVPool:
         layer_ids = tuple(pool.full_attention_layer_id_mapping)
+        pool = pool.full_kv_pool
+    elif type(pool) is SWAKVPool:
+        layer_ids = tuple(layer for layer, (_, has_window) in pool.layers_mapping.items() if not has_window)
         pool = pool.full_kv_pool
     is_latent = type(pool) in (MLATokenToKVPool, DSATokenToKVPool)
     if not is_latent and type(pool) is not MHATokenToKVPool:
@@ -58,11 +62,11 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
     stored_as = torch.uint8 if pool.dtype in FP8_FORMATS else pool.dtype
     if pool.dtype not in (*_PLAIN_DTYPES, *FP8_FORMATS) or pool.store_dtype != stored_as:
         raise FOREIGN_ELEMENTS.error(str(pool.dtype))
-    index_of = {} if layer_ids is None else {number: index for index, number in enumerate(layer_ids)}
+    index_of = None if layer_ids is None else {number: index for index, number in enumerate(layer_ids)}
     modules = {
-        index_of.get(module.layer_id, module.layer_id): module
+        module.layer_id if index_of is None else index_of[module.layer_id]: module
         for module in attention
-        if pool.dtype in FP8_FORMATS
+        if pool.dtype in FP8_FORMATS and (index_of is None or module.layer_id in index_of)
     }
 
     def scales(layer: int) -> tuple[float, float]:

@@ -60,10 +60,13 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.tp_rank = setup.restore_agreement.rank
         self.model = setup.model
         self.forward_stream = forward_stream
-        self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
+        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        self.pools = {PoolName.KV: pool}
         self.asking = engine.asking
         self.draft = setup.draft
         self.states = setup.states
+        if self.has_windows:
+            self.pools[PoolName.SWA] = pool.swa_kv_pool
         self.loader = engine.loader
         self.offloader = engine.offloader
         self.provenance = engine.provenance
@@ -84,6 +87,11 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._tenant_of_session: dict[str, str] = {}
 
     @property
+    def has_windows(self) -> bool:
+        """Whether the model has a pool of windows."""
+        return self.states is not None and self.states.window_pages is not None
+
+    @property
     def layer_done_counter(self) -> Any:
         return self.loader.counter
 
@@ -93,8 +101,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix, in pages, that can be restored, if any; so can every shorter one.
 
-        A model with recurrent layers can go on after the returned numbers of pages alone. ``returning``
-        expects the request.
+        A model with recurrent layers, or a pool of windows, can go on after the returned numbers of pages
+        alone. ``returning`` expects the request.
         """
         self.steps.note_work()
         num_pages = self.returning.look_up(rid, transfers[0].keys)
@@ -105,15 +113,15 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Queue a load of the leased pages to ``transfers[0].device_indices``; False if SGLang computes them.
 
         SGLang computes them if that is faster, if what is stored cannot be read, or if nothing is leased.
-        With DP attention the load is waited for, and SGLang computes them, too, if it fails. For a model with
-        recurrent layers ``transfers[1]`` has the slot of the state after them.
+        With DP attention, or a pool of windows, the load is waited for, and SGLang computes them, too, if it
+        fails. ``transfers[1]`` has the slots of the state after them, if the model has states or windows.
         """
         load = self._planned_load(rid, transfers[0].keys, transfers[0].device_indices)
         if load is None:
             return False
         if self.states is not None:
             load = replace(load, state=StateSlot(transfers[1].device_indices.long()))
-        if self._setup.has_dp_attention:
+        if self._setup.loads_before_forwards:
             batch = self.restore_path.forward.load_before(rid, load, self.record_offload_ready())
             if batch is not None and self.draft is not None:
                 self.draft.note_restored(load.slots, batch.draft_tokens.get(rid, 0))
@@ -229,8 +237,8 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def ended_turn(self, path: StoredPath, owner: TurnOwner, state_slots: Mapping[int, Any]) -> Turn:
         """A turn that has just ended, with what was captured of its attention, to be stored.
 
-        ``state_slots`` (int64 ``[1]`` each): where the states of recurrent layers lie after so many tokens.
-        They are copied, on the forward's stream, before SGLang gives the slots away.
+        ``state_slots`` (int64, see ``StateSlot``): where the states of recurrent layers, or windows, lie
+        after so many tokens. They are copied, on the forward's stream, before SGLang gives the slots away.
         """
         states = {}
         if self.states is not None:

@@ -189,7 +189,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         """The longest prefix that all ranks can restore, in pages.
 
         SGLang intersects sets of lengths, page by page. Here every length up to a rank's longest is one,
-        unless the model has recurrent layers.
+        unless the model has recurrent layers, or a pool of windows.
         """
         if self.cache_linker.states is not None:
             return int(
@@ -204,7 +204,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
 
     def load_back(self, req: Any) -> tuple[int, Any]:
         state_before = None
-        if self.cache_linker.states is not None:
+        if self.cache_linker.states is not None and not self.cache_linker.has_windows:
             # SGLang's own copy of this state is called off when the load is queued.
             state_before = req.kv.mamba_cow_src_index
             hit = self.hit_markers.get(req.rid)
@@ -269,19 +269,28 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         assert len(slots) == len(token_ids) == num_tokens, (len(slots), len(token_ids), num_tokens)
         path = self._named(StoredPath(page_keys, token_ids, slots), req.extra_key, req.cache_salt)
         owner = owner_of(req, self.cache_linker.request_hints)
-        turn = self.cache_linker.ended_turn(path, owner, self._state_slots(req, node, num_tokens))
+        state_slots = self._state_slots(req, node, num_tokens, slots)
+        turn = self.cache_linker.ended_turn(path, owner, state_slots)
         after = req.full_untruncated_fill_ids[num_tokens : num_tokens + 1] if cache.tree_core.is_eagle else ()
         self._submit(turn, req, num_tokens, after=after)
         if self._probe_candidate is None and self.cache_linker.wants_probe():
             self._probe_candidate = _ProbeCandidate(node, cache.inc_lock_ref(node).to_dec_params(), path)
 
-    def _state_slots(self, req: Any, node: Any, num_tokens: int) -> dict[int, Any]:
-        """Find the slots of the states that the tree has after a turn's ``num_tokens`` tokens, where ``node``
-        ends, and after its prompt. Returns them by number of tokens."""
-        if self.cache_linker.states is None:
+    def _state_slots(self, req: Any, node: Any, num_tokens: int, slots: torch.Tensor) -> dict[int, Any]:
+        """Find the slots of the states that the tree has after a turn's ``num_tokens`` tokens in ``slots``,
+        where ``node`` ends, and after its prompt. Returns them by number of tokens."""
+        states = self.cache_linker.states
+        if states is None:
             return {}
         tree = self.cache.tree_core
         num_prompt = len(req.origin_input_ids) // self.cache.page_size * self.cache.page_size
+        if states.window_pages is not None:
+            allocator, longest = self.cache.token_to_kv_pool_allocator, states.window_pages * states.page_size
+            return {
+                end: allocator.translate_swa_indices_for_transfer(slots[max(0, end - longest) : end])
+                for end in dict.fromkeys((num_tokens, num_prompt))
+                if 0 < end <= num_tokens
+            }
         ends = {num_tokens: node}
         if 0 < num_prompt < num_tokens:
             ids = array("q", req.origin_input_ids[:num_prompt])
@@ -289,10 +298,10 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             num_found, last, num_of_nodes = tree.match_full_device_prefix(key)
             if num_found == num_of_nodes == num_prompt:
                 ends[num_prompt] = last
-        slots = {
+        found = {
             end: tree.get_component_device_value(last, ComponentType.MAMBA) for end, last in ends.items()
         }
-        return {end: slot for end, slot in slots.items() if slot is not None}
+        return {end: slot for end, slot in found.items() if slot is not None}
 
     def offload_session_turn(self, req: Any, slot: Any, owner: TurnOwner) -> None:
         """Store a turn that ended in a streaming session, whose KV SGLang keeps out of the tree.
@@ -348,6 +357,18 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
             for pending in self.pending_offloads
             if not pending.job.has_read.is_set()
             and (num_left := tree.match_full_device_prefix(pending.key)[0]) < pending.num_in_tree
+        ]
+        self._finish(lost)
+
+    def finish_replaced(self, key: Any, start: int) -> None:
+        """Finish turns that begin like ``key``, and whose slots from token ``start`` on SGLang has just given
+        up for those of a request that computed the same tokens: windows before them had left its pool."""
+        lost = [
+            (pending.job, start, pending.num_in_tree)
+            for pending in self.pending_offloads
+            if not pending.job.has_read.is_set()
+            and (pending.key.extra_key, pending.key.cache_salt) == (key.extra_key, key.cache_salt)
+            and start < min(pending.key.match(key), pending.num_in_tree)
         ]
         self._finish(lost)
 
@@ -483,6 +504,17 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.linker.finish_reading(kv, ranges)
         super().free_kv_row(kv, ranges)
 
+    def insert(self, params: Any) -> Any:
+        """Insert as SGLang does; finish turns whose slots it gives up for those that are inserted."""
+        if not self.supports_swa():
+            return super().insert(params)
+        result = super().insert(replace(params, track_adopted_ranges=True))
+        adopted = (result.adopted_ranges or {}).get(ComponentType.FULL, ())
+        if adopted and self.linker.pending_offloads:
+            with self.linker.cache_linker.steps.hooks:
+                self.linker.finish_replaced(params.key, min(start for start, _ in adopted))
+        return result
+
     def evict(self, params: Any) -> Any:
         return self._evict_and_finish(params, super().evict)
 
@@ -503,8 +535,9 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def end_weights_change(self) -> None:
         """Called on every rank when the weights are complete."""
         allocator = self.token_to_kv_pool_allocator
-        num_pages = allocator.size // allocator.page_size
-        is_pool_empty = allocator.available_size() // allocator.page_size == num_pages
+        # A pool of windows comes with one of KV, which SGLang counts apart.
+        pool = allocator.full_attn_allocator if self.supports_swa() else allocator
+        is_pool_empty = pool.available_size() // pool.page_size == pool.size // pool.page_size
         self.linker.cache_linker.end_weights_change(is_pool_empty=is_pool_empty)
 
 

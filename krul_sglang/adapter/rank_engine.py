@@ -74,7 +74,7 @@ class RankSetup:
     scheduler threads, ``probe_group`` those while they probe (None for a single rank). ``num_ranks_here``
     share the host memory of this host. ``stores`` is False if another of them
     stores KV that is the same on all. ``draft`` is None without a draft model, ``states`` without recurrent
-    layers. A forward computes at most ``chunk_tokens``.
+    layers and pools of windows. A forward computes at most ``chunk_tokens``.
     """
 
     config: KrulConfig
@@ -101,6 +101,12 @@ class RankSetup:
     def has_dp_attention(self) -> bool:
         """Whether groups of ranks have requests of their own, and enter every forward together."""
         return self.restore_agreement.num_ranks < self.start_agreement.num_ranks
+
+    @property
+    def loads_before_forwards(self) -> bool:
+        """Whether a load has to have ended when SGLang plans the forward: because others take part in it, or
+        because SGLang gave room for the last window alone, in which the rest could not be computed."""
+        return self.has_dp_attention or (self.states is not None and self.states.window_pages is not None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Opens SGLang's pool of recurrent states for krul, or says why it cannot be served."""
+"""Opens SGLang's pool of recurrent states, or of windows, for krul, or says why it cannot be served."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.adapter.unsupported import FOREIGN_STATE, STATE_SETTINGS
 from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -14,16 +15,17 @@ from krul_sglang.engine.common.served_model import ServedModel
 
 
 def has_states(runner: Any) -> bool:
-    """Whether the model of SGLang's model runner ``runner`` has recurrent layers."""
+    """Whether the model of SGLang's model runner ``runner`` has recurrent layers, or a pool of windows."""
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-    return isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
+    return isinstance(runner.req_to_token_pool, HybridReqToTokenPool) or runner.is_hybrid_swa
 
 
 def open_states(
     runner: Any, pool: DevicePool, target: ServedModel, settings: Mapping[str, Any]
 ) -> BoundaryStates | None:
-    """The states of the recurrent layers of SGLang's model runner ``runner``; None if it has none.
+    """The states of the recurrent layers of SGLang's model runner ``runner``, or its layers' windows; None if
+    it has neither.
 
     ``pool`` is that of its KV, ``settings`` are the resolved server arguments.
 
@@ -38,6 +40,12 @@ def open_states(
         if settings[name]:
             raise STATE_SETTINGS.error(f"{name} = {settings[name]!r}")
     of_requests = runner.req_to_token_pool
+    if runner.is_hybrid_swa:
+        if isinstance(of_requests, HybridReqToTokenPool):
+            raise FOREIGN_STATE.error("with a pool of windows")
+        windows = open_pool(runner.token_to_kv_pool.swa_kv_pool)
+        num_pages = -(-runner.sliding_window_size // target.identity.page_size)
+        return BoundaryStates(windows, f"windows of {windows.format}", target, window_pages=num_pages)
     of_states = of_requests.mamba_pool
     if type(of_requests) is not HybridReqToTokenPool or type(of_states) is not MambaPool:
         raise FOREIGN_STATE.error(f"{type(of_requests).__name__} with {type(of_states).__name__}")

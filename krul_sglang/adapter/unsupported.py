@@ -217,11 +217,6 @@ LAUNCH_RULES = (
 MODEL_RULES = (
     _model("an encoder-decoder model", "cross attention has KV of its own", "is_encoder_decoder"),
     _model("an embedding model", "embedding models have no turns to restore", "is_embedding"),
-    _model(
-        "a model with sliding windows",
-        "its KV is not one pool of all tokens; with --disable-hybrid-swa-memory it is",
-        "is_hybrid_swa",
-    ),
     _model("a model with chunked or sparse attention", _FULL_ATTENTION, "has_partial_attention"),
     _model("a model with n-gram embeddings", "a head's first tokens lack theirs", "has_ngram_embedding"),
 )
@@ -229,7 +224,7 @@ MODEL_RULES = (
 pool is built."""
 
 FOREIGN_POOL = Refusal(
-    "a KV pool that is not MHATokenToKVPool, MLATokenToKVPool or DSATokenToKVPool",
+    "a KV pool that is not MHATokenToKVPool, MLATokenToKVPool or DSATokenToKVPool, or a part of SWAKVPool",
     "other sparse and scaled KV is unknown to krul",
 )
 UNSEEN_INDEX = Refusal(
@@ -246,11 +241,12 @@ MEDIA_STRATEGY = Refusal(
 )
 STATE_STRATEGY = Refusal(
     "a Mamba or hybrid model and a strategy that looks at attention",
-    'layers without attention are not seen by it: leave strategy = "none"',
+    "layers without attention, or with windows in a pool of their own, are not seen by it: leave strategy = "
+    '"none"',
 )
 STATE_SETTINGS = Refusal(
     "a Mamba or hybrid model and --speculative-algorithm or --enable-streaming-session",
-    "states are stored at the ends of turns, as the radix tree has them",
+    "states and windows are stored at the ends of turns, as the radix tree has them",
 )
 FOREIGN_STATE = Refusal(
     "a Mamba or hybrid model whose layers keep more than one convolution and one recurrent state",
@@ -310,7 +306,6 @@ def model_facts(model: Any) -> dict[str, bool]:
     return {
         "is_encoder_decoder": model.is_encoder_decoder,
         "is_embedding": not model.is_generation,
-        "is_hybrid_swa": model.is_hybrid_swa,
         "has_partial_attention": model.is_local_attention_model
         or any(getattr(hf_config, name, None) for name in ("dual_chunk_attention_config", "sparse_config")),
         "has_ngram_embedding": model.use_ngram_embedding,

@@ -223,7 +223,8 @@ def build_minicpm3_model(path: Path) -> Path:
 
 
 def build_window_model(path: Path, *, window: int) -> Path:
-    """As ``build_tiny_model``: a Gemma-3 whose even layers attend to the last ``window`` tokens."""
+    """As ``build_tiny_model``: a Gemma-3 whose even layers attend to the last ``window`` tokens. SGLang keeps
+    their KV in the pool of all layers."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -237,6 +238,24 @@ def build_window_model(path: Path, *, window: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Gemma3ForCausalLM(Gemma3TextConfig(**shape, **windows)).save_pretrained(path)
+    return path
+
+
+def build_window_pool_model(path: Path, *, window: int) -> Path:
+    """As ``build_window_model``: a Mellum without experts. SGLang has a pool for layers with windows."""
+    import torch
+    from transformers import MellumConfig, MellumForCausalLM
+
+    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 2, 8192, 0.08)
+    layers = {
+        "head_dim": 64,
+        "sliding_window": window,
+        "layer_types": 2 * ["sliding_attention", "full_attention"],
+        "mlp_layer_types": 4 * ["dense"],
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        MellumForCausalLM(MellumConfig(**shape, **layers)).save_pretrained(path)
     return path
 
 

@@ -25,7 +25,7 @@ from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun, LeaseFinder, find_boundaries
 from krul_sglang.engine.restore.load_batch import LoadBatch, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWaits, LayerWiseLoader
-from krul_sglang.engine.restore.state_loads import StateLoads
+from krul_sglang.engine.restore.state_loads import NoStateError, StateLoads
 from krul_sglang.engine.save.state_saving import StateSaver
 from krul_sglang.engine.save.turn import Turn
 from tests.support.engine_builders import PATIENCE_S
@@ -52,7 +52,7 @@ def make_runner(conv: Sequence[tuple[int, ...]] = ((8, 2),), temporal: tuple[int
     )
     requests = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
     requests.mamba_pool = states
-    return SimpleNamespace(req_to_token_pool=requests)
+    return SimpleNamespace(req_to_token_pool=requests, is_hybrid_swa=False)
 
 
 class Hybrid:
@@ -367,3 +367,130 @@ def test_a_forward_waits_by_the_engines_numbers_of_layers() -> None:
     waits.wait_until(1)
     waits.wait_until(3)
     assert asked == [0, 1]
+
+
+class Windowed:
+    """A rig whose model has a pool of windows of so many pages beside that of KV, with random rows."""
+
+    def __init__(self, num_pages: int = 2) -> None:
+        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+        self.rig = Rig(PATIENCE_S)
+        self.engine = SWAKVPool(
+            size=60,
+            size_swa=30,
+            page_size=PAGE_SIZE,
+            dtype=torch.float32,
+            head_num=2,
+            head_dim=8,
+            swa_attention_layer_ids=[0, 2],
+            full_attention_layer_ids=[1, 3],
+            device="cpu",
+        )
+        generator = torch.Generator().manual_seed(3)
+        for rows in (*self.engine.swa_kv_pool.k_buffer, *self.engine.swa_kv_pool.v_buffer):
+            rows.copy_(torch.randn(rows.shape, generator=generator))
+        runner = SimpleNamespace(
+            req_to_token_pool=None,
+            token_to_kv_pool=self.engine,
+            is_hybrid_swa=True,
+            # SGLang's is without the token itself.
+            sliding_window_size=num_pages * PAGE_SIZE - 1,
+        )
+        pool: Any = dataclasses.make_dataclass("Pool", ["is_latent"])(False)
+        states = open_states(runner, pool, ServedModel(self.rig.model), SETTINGS)
+        assert states is not None
+        self.states: BoundaryStates = states
+        self.saver = StateSaver(self.rig.store, states, self.rig.pool)
+        self.loads = StateLoads(self.rig.store, states)
+
+    def save(self, slots: torch.Tensor, num_pages: int = NUM_PAGES) -> None:
+        """The window after so many pages of the conversation lies in ``slots``."""
+        rig, num_tokens = self.rig, num_pages * PAGE_SIZE
+        turn = Turn(
+            rig.page_keys[:num_pages],
+            rig.token_ids[:num_tokens],
+            torch.arange(num_tokens),
+            model=rig.model,
+            ready=[],
+            states={num_tokens: self.states.copy(slots)},
+        )
+        stream = self.states.pool.streams.new_stream()
+        self.saver.save(turn, stream, lambda: None, lambda: True, lambda: nullcontext(True))
+        self.saver.release(turn)
+
+    def load(self, slots: torch.Tensor, device_pages: int = 0) -> Any:
+        """The load of the window of all pages, of which the first are on the device."""
+        rig, first = self.rig, device_pages * PAGE_SIZE
+        load = rig.load(torch.arange(30, 30 + NUM_TOKENS))
+        keys, token_ids = rig.page_keys[device_pages:], rig.token_ids[first:]
+        held = HeldLease(KeyRun.of(keys), keys, lambda: token_ids, load.lease, 0.0)
+        load = dataclasses.replace(
+            load, held=held, state=StateSlot(slots), slots=load.slots[first:], device_tokens=first
+        )
+        try:
+            (of_window,) = self.loads.lease([load], lambda load: load.begin())
+        finally:
+            rig.store.release(load.lease)
+        return of_window
+
+    def close(self) -> None:
+        self.rig.close()
+
+
+@pytest.fixture
+def windowed() -> Iterator[Windowed]:
+    windowed = Windowed()
+    yield windowed
+    windowed.close()
+
+
+WINDOW = torch.arange(PAGE_SIZE, PAGE_SIZE + NUM_TOKENS)
+
+
+def test_a_window_is_one_segment_under_the_key_of_its_last_page(windowed: Windowed) -> None:
+    windowed.save(WINDOW)
+    rig, states = windowed.rig, windowed.states
+    assert find_boundaries(rig.store, states.identity, rig.page_keys) == [NUM_PAGES]
+    assert (states.counters.stored, states.counters.num_bytes) == (1, states.num_bytes)
+    of_window = windowed.load(WINDOW + NUM_TOKENS)
+    assert [len(of_window.tail_slots(layer)) for layer in range(2)] == [NUM_TOKENS] * 2
+    rig.store.release(of_window.lease)
+
+
+def test_of_a_window_that_is_partly_on_the_device_the_rest_is_loaded(windowed: Windowed) -> None:
+    windowed.save(WINDOW)
+    to = torch.arange(20, 20 + PAGE_SIZE)
+    of_window = windowed.load(to, device_pages=1)
+    for layer in range(2):
+        assert torch.equal(of_window.tail_slots(layer), to)
+    windowed.rig.store.release(of_window.lease)
+
+
+def test_a_conversation_shorter_than_the_window_has_a_shorter_one() -> None:
+    windowed = Windowed(num_pages=5)
+    windowed.save(WINDOW)
+    of_window = windowed.load(WINDOW + NUM_TOKENS)
+    assert len(of_window.tail_slots(0)) == NUM_TOKENS
+    windowed.rig.store.release(of_window.lease)
+    windowed.close()
+
+
+def test_a_window_that_has_left_in_part_is_not_stored(windowed: Windowed) -> None:
+    windowed.save(torch.cat([torch.zeros(1, dtype=torch.int64), WINDOW[1:]]))
+    rig, states = windowed.rig, windowed.states
+    assert find_boundaries(rig.store, states.identity, rig.page_keys) == []
+    assert (states.counters.stored, states.counters.dropped_turns) == (0, 1)
+    with pytest.raises(NoStateError):
+        windowed.load(WINDOW)
+    assert rig.num_leases() == 0
+
+
+def test_the_pool_of_layers_without_windows_is_opened() -> None:
+    windowed = Windowed()
+    pool = open_pool(windowed.engine)
+    assert (pool.num_layers, tuple(pool.layer_ids)) == (2, (1, 3))
+    assert pool.buffers(1)[0].data_ptr() == windowed.engine.full_kv_pool.k_buffer[1].data_ptr()
+    windows = windowed.states.pool
+    assert windows.buffers(1)[0].data_ptr() == windowed.engine.swa_kv_pool.k_buffer[1].data_ptr()
+    windowed.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -229,6 +232,40 @@ def test_a_session_turn_is_finished_when_its_part_of_the_tree_is_evicted(busy: B
     busy.victims = {"s": 1}
     busy.cache.evict(EvictParams(num_tokens=5))
     assert busy.offloader.waits == [(["s"], pytest.approx(worth_s(1)))]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "first", "adopted", "is_waited_for"),
+    [
+        (None, "a", (16, 48), True),
+        # What the turn does not have.
+        (None, "a", (64, 96), False),
+        (None, "b", (16, 48), False),
+        ("other", "a", (16, 48), False),
+    ],
+)
+def test_a_turn_whose_slots_are_given_up_for_those_of_another_request_is_finished(
+    tenant: str | None,
+    first: str,
+    adopted: tuple[int, int],
+    is_waited_for: bool,
+    busy: BusyTree,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang takes the KV of a request that computed what had left its pool of windows, in both pools."""
+    inserted: list[InsertParams] = []
+
+    def insert(cache: Any, params: InsertParams) -> Any:
+        inserted.append(params)
+        return SimpleNamespace(adopted_ranges={ComponentType.FULL: [adopted], ComponentType.SWA: [(0, 96)]})
+
+    monkeypatch.setattr(UnifiedRadixCache, "insert", insert)
+    monkeypatch.setattr(UnifiedRadixCache, "supports_swa", lambda cache: True)
+    busy.end_turn("a", 4)
+    key = RadixKey(array("q", [ord(first)] * 96), tenant)
+    busy.cache.insert(InsertParams(key=key))
+    assert inserted[0].track_adopted_ranges
+    assert busy.offloader.waits == ([(["a"], pytest.approx(worth_s(3)))] if is_waited_for else [])
 
 
 def test_a_flush_forgets_what_is_being_stored(busy: BusyTree) -> None:

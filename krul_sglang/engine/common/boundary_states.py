@@ -1,4 +1,4 @@
-"""Names the states of recurrent layers in the store, copies them for it, and undoes a load that failed."""
+"""Names the states of recurrent layers, or windows, in the store, copies them, and undoes a failed load."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.memory import is_out_of_memory
-from krul_backend.segment import ModelIdentity
+from krul_backend.segment import ModelIdentity, TokenIds
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 
@@ -35,7 +36,8 @@ class StateCounters:
 
 @dataclass(frozen=True)
 class StateSlot:
-    """Where the state of a restored prefix goes: ``slot``, int64 ``[1]``.
+    """Where the state of a restored prefix goes: ``slot``, int64 ``[1]``; of a window the slots of its last
+    tokens, ``[W]``.
 
     ``before`` (int64 ``[1]``) has the state of the tokens before those that are loaded; None if there are
     none.
@@ -45,30 +47,51 @@ class StateSlot:
     before: torch.Tensor | None = None
 
 
-CopiedState = Sequence[LayerKV]
-"""A state by layer, copied on the device."""
+@dataclass(frozen=True, eq=False)
+class CopiedState:
+    """A state by layer, copied on the device. ``lacks``: set there if a window had lost some of its tokens;
+    None for a recurrent layer's state."""
+
+    layers: Sequence[LayerKV]
+    lacks: torch.Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.layers[0].k)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be used. Waits for the device."""
+        return self.lacks is None or not bool(self.lacks)
 
 
 class BoundaryStates:
-    """Holds what a rank needs to store and load the states of its model's recurrent layers.
+    """Holds what a rank needs to store and load what its model keeps of a prefix's end beside the KV.
 
     A recurrent layer (Mamba, a gated delta rule, a short convolution) has no KV of tokens, but one state per
-    request, which each token changes. So a prefix can be restored only up to a *boundary*, where its state
-    was kept. A state is stored as it is, under the key of the boundary's last page and an ``identity`` of its
-    own: as a segment of one page of one token, the boundary's last one.
+    request, which each token changes. A layer with a sliding window may have its KV in a pool of its own,
+    which keeps that of the last tokens alone: this *window* is the state here. So a prefix can be restored
+    only up to a *boundary*, where its state was kept. A state is stored as it is, under the key of the
+    boundary's last page and an ``identity`` of its own, as one segment: see ``names``.
 
     Args:
-        pool: of the layers' states: a row is a state, as bytes. What it calls keys and values are two parts
-            of the row.
+        pool: of the layers' states: a row is a state, as bytes, and what it calls keys and values are two
+            parts of it. Of windows a row is a token.
         layout: names what the bytes of a row mean.
         target: whose states these are.
+        window_pages: pages of the model's KV that a window may reach back; None: the states are recurrent.
     """
 
-    def __init__(self, pool: DevicePool, layout: str, target: ServedModel) -> None:
+    def __init__(
+        self, pool: DevicePool, layout: str, target: ServedModel, *, window_pages: int | None = None
+    ) -> None:
         self.pool = pool
         self.codec = ModelCodecs(pool.shape, pool.num_layers, None)
         self.counters = StateCounters()
-        self.num_bytes = (pool.shape.k_token_bytes + pool.shape.v_token_bytes) * pool.num_layers
+        self.window_pages = window_pages
+        num_rows = 1 if window_pages is None else window_pages * target.identity.page_size
+        row_bytes = pool.shape.k_token_bytes + pool.shape.v_token_bytes
+        self.num_bytes = row_bytes * pool.num_layers * num_rows
         self._layout = layout
         self._target = target
         self._lock = threading.Lock()
@@ -96,12 +119,26 @@ class BoundaryStates:
             num_kv_heads=shape.num_kv_heads,
             k_head_dim=shape.k_head_dim,
             v_head_dim=shape.v_head_dim,
-            page_size=1,
+            page_size=1 if self.window_pages is None else self.page_size,
         )
 
-    def copy(self, slot: torch.Tensor) -> CopiedState | None:
-        """Copy the state in ``slot`` (int64 ``[1]``), on the current stream; None if too many wait already,
-        or if there is no memory for it.
+    def names(self, end_key: str, end_tokens: TokenIds, num_tokens: int) -> tuple[tuple[str, ...], TokenIds]:
+        """The page keys and token ids under which the state is stored that a prefix has at its end.
+
+        ``end_key`` and ``end_tokens`` are of its last page, ``num_tokens`` its length. A recurrent state is
+        named after that page and its last token. A window is one segment, whatever windows it overlaps: its
+        further pages have keys made from the first one's, and all have the tokens of the last page, since
+        those before may be unknown where it is looked for.
+        """
+        if self.window_pages is None:
+            return (end_key,), end_tokens[-1:]
+        num_pages = min(self.window_pages, num_tokens // self.page_size)
+        others = (f"{end_key}-{number}" for number in range(1, num_pages))
+        return (end_key, *others), np.tile(end_tokens, num_pages)
+
+    def copy(self, slots: torch.Tensor) -> CopiedState | None:
+        """Copy the state in ``slots`` (int64, see ``StateSlot``), on the current stream; None if too many
+        wait already, or if there is no memory for it.
 
         Whoever stores the copy calls ``release``.
         """
@@ -110,7 +147,9 @@ class BoundaryStates:
                 return None
             self._num_waiting += 1
         try:
-            return [self.pool.gather(layer, slot) for layer in range(self.pool.num_layers)]
+            layers = [self.pool.gather(layer, slots) for layer in range(self.pool.num_layers)]
+            # SGLang lets tokens point to slot 0 when they have left its pool of windows.
+            return CopiedState(layers, None if self.window_pages is None else (slots <= 0).any())
         except Exception as error:
             self.release()
             if not is_out_of_memory(error):

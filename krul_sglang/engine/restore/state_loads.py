@@ -1,9 +1,11 @@
-"""Finds the states of recurrent layers at the ends of prefixes that are being loaded."""
+"""Finds the states of recurrent layers, or windows, at the ends of prefixes that are being loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import torch
 
 from krul_backend.errors import KrulError
 from krul_backend.planner import RestorePlan
@@ -50,17 +52,26 @@ class StateLoads:
         return found
 
     def _lease(self, load: Load) -> Lease:
-        held, num_tokens = load.held, len(load.slots)
+        held, num_tokens, page_size = load.held, len(load.slots), self.states.page_size
         assert held is not None
-        last_key = held.page_keys[num_tokens // self.states.page_size - 1]
-        last_token = held.token_ids()[num_tokens - 1 : num_tokens]
-        lease = self.store.lease(self.states.identity, (last_key,), last_token)
-        if lease is None:
+        end_key = held.page_keys[num_tokens // page_size - 1]
+        last_page = held.token_ids()[num_tokens - page_size : num_tokens]
+        keys, token_ids = self.states.names(end_key, last_page, load.device_tokens + num_tokens)
+        lease = self.store.lease(self.states.identity, keys, token_ids)
+        if lease is None or lease.num_pages < len(keys):
+            if lease is not None:
+                self.store.release(lease)
             raise NoStateError(f"the state after {num_tokens} loaded tokens is not stored any more")
         return lease
 
     def _load(self, load: Load, lease: Lease) -> Load:
         assert load.state is not None
-        plan = RestorePlan((0,) * self.states.pool.num_layers, 0.0)
-        readers = open_segments(lease, self.states.codec, 1)
-        return Load(lease, readers, load.state.slot, 0, plan, Forecast(0.0, 0.0, 0.0))
+        slots = load.state.slot
+        num_rows = lease.num_pages * self.states.identity.page_size
+        # What a window has before the loaded tokens is on the device.
+        num_there = num_rows - len(slots)
+        plan = RestorePlan((num_there,) * self.states.pool.num_layers, 0.0)
+        readers = open_segments(lease, self.states.codec, num_rows)
+        if num_there:
+            slots = torch.cat([slots.new_zeros(num_there), slots])
+        return Load(lease, readers, slots, 0, plan, Forecast(0.0, 0.0, 0.0))

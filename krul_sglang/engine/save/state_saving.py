@@ -1,4 +1,4 @@
-"""Stores the states of recurrent layers at the ends of turns and of their prompts, beside the KV."""
+"""Stores the states of recurrent layers, or windows, at the ends of turns and prompts, beside the KV."""
 
 from __future__ import annotations
 
@@ -62,12 +62,14 @@ class StateSaver(CompanionSaver):
     def _has_saved_end(
         self, turn: Turn, state: CopiedState | None, identity: ModelIdentity, write: Callable[..., bool]
     ) -> bool:
-        end = replace(turn, page_keys=turn.page_keys[-1:], token_ids=turn.token_ids[-1:])
-        if self.store.find_missing(identity, end.page_keys):
-            if state is None:
+        if self.store.find_missing(identity, turn.page_keys[-1:]):
+            if state is None or not state.is_whole:
                 return False
-            run = TokenRun(state.__getitem__, 0, 1)
-            if not write(end, range(1), run, recompute_s=self._saved_s(len(turn.token_ids))):
+            last_page = turn.token_ids[-self._states.page_size :]
+            keys, tokens = self._states.names(turn.page_keys[-1], last_page, len(turn.token_ids))
+            end = replace(turn, page_keys=keys, token_ids=tokens)
+            run = TokenRun(state.layers.__getitem__, 0, state.num_rows)
+            if not write(end, range(len(keys)), run, recompute_s=self._saved_s(len(turn.token_ids))):
                 return False
             self._states.counters.stored = self.written.segments
         self._demote_before(turn, identity)
