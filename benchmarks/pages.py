@@ -114,7 +114,7 @@ TABLES: dict[str, tuple[Callable[[Result, Path], str], *tuple[str, ...]]] = {
     "serving": (partial(serving.rows_table, serving.COLUMNS), "serving-cpu.json", "serving-3000-cpu.json"),
     "serving-modes": (
         partial(serving.rows_table, serving.COLUMNS),
-        *(f"serving-{mode}-cpu.json" for mode in ("ngram", "latent", "hybrid")),
+        *(f"serving-{mode}-cpu.json" for mode in ("ngram", "latent", "hybrid", "windows")),
     ),
     "serving-lengths": (serving.lengths_table, "serving-lengths-cpu.json"),
     "serving-turns": (serving.turns_table, "serving-turns-cpu.json"),
