@@ -124,7 +124,6 @@ TABLES: dict[str, tuple[Callable[[Result, Path], str], *tuple[str, ...]]] = {
     "overlap-ratios": (overlap.overlap_tables, "overlap-ratios-cpu.json"),
     "overlap-summary": (overlap.overlap_summary, "overlap-cpu.json"),
     "multiturn": (_MULTITURN, "multiturn-cpu.json"),
-    "multiturn-slow-disk": (_MULTITURN, "multiturn-slow-disk-cpu.json"),
     "multiturn-hints": (_MULTITURN, "multiturn-hints-cpu.json"),
     "quality": (
         quality.quality_table,
