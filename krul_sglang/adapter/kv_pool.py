@@ -53,6 +53,8 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
         pool = pool.full_kv_pool
     elif type(pool) is SWAKVPool:
         layer_ids = tuple(layer for layer, (_, has_window) in pool.layers_mapping.items() if not has_window)
+        if not layer_ids:
+            raise FOREIGN_POOL.error("all layers of SWAKVPool have windows")
         pool = pool.full_kv_pool
     is_latent = type(pool) in (MLATokenToKVPool, DSATokenToKVPool)
     if not is_latent and type(pool) is not MHATokenToKVPool:

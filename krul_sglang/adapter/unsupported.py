@@ -224,7 +224,7 @@ MODEL_RULES = (
 pool is built."""
 
 FOREIGN_POOL = Refusal(
-    "a KV pool that is not MHATokenToKVPool, MLATokenToKVPool or DSATokenToKVPool, or a part of SWAKVPool",
+    "a KV pool that is not MHATokenToKVPool, MLATokenToKVPool or DSATokenToKVPool",
     "other sparse and scaled KV is unknown to krul",
 )
 UNSEEN_INDEX = Refusal(

@@ -493,4 +493,7 @@ def test_the_pool_of_layers_without_windows_is_opened() -> None:
     assert pool.buffers(1)[0].data_ptr() == windowed.engine.full_kv_pool.k_buffer[1].data_ptr()
     windows = windowed.states.pool
     assert windows.buffers(1)[0].data_ptr() == windowed.engine.swa_kv_pool.k_buffer[1].data_ptr()
+    windowed.engine.layers_mapping = {0: (0, True), 1: (1, True)}
+    with pytest.raises(UnsupportedSetupError, match="all layers of SWAKVPool have windows"):
+        open_pool(windowed.engine)
     windowed.close()

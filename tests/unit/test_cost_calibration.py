@@ -44,6 +44,7 @@ class FakeEngine:
         context_len: int = 10_000,
         memory_tokens: int = 10_000,
         past_s: float = 0.0,
+        window_slots: int | None = None,
     ) -> None:
         self.token_s = token_s
         self.past_s = past_s
@@ -52,6 +53,7 @@ class FakeEngine:
         self.heads: list[tuple[int, tuple[int, ...]]] = []
         self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots + 1)
         self.pool.num_tokens = num_slots
+        self.allocator = SimpleNamespace(size=min(num_slots, window_slots or num_slots))
         self.model_runner = SimpleNamespace(
             model_config=SimpleNamespace(vocab_size=100, context_len=context_len)
         )
@@ -76,7 +78,7 @@ class FakeEngine:
 
     def calibration(self, has_heads: bool = False) -> CostCalibration:
         heads: Any = self if has_heads else None
-        cache = SimpleNamespace(page_size=PAGE_SIZE)
+        cache = SimpleNamespace(page_size=PAGE_SIZE, token_to_kv_pool_allocator=self.allocator)
         return CostCalibration(self.model_runner, cache, self.pool, heads, RankAgreement(None, 1))
 
 
@@ -90,6 +92,7 @@ def test_a_fast_machine_measures_every_length_that_fits(monkeypatch: pytest.Monk
     assert measured_lengths(FakeEngine(1e-6), monkeypatch) == [32, 64, 128, 256, 512]
     assert measured_lengths(FakeEngine(1e-6, num_slots=NUM_SLOTS - 1), monkeypatch) == [32, 64, 128, 256]
     assert measured_lengths(FakeEngine(1e-6, context_len=200), monkeypatch) == [32, 64, 128]
+    assert measured_lengths(FakeEngine(1e-6, window_slots=256), monkeypatch) == [32, 64, 128]
 
 
 def test_no_longer_prompt_is_measured_once_one_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
