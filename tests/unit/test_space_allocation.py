@@ -222,6 +222,18 @@ def test_what_another_conversation_continues_is_not_trimmed(bench: AllocatingBen
     assert sum(second.header.layer_num_bytes) == 0
 
 
+@pytest.mark.parametrize("strategy", [NATIVE, PAIRED])
+def test_a_conversation_that_begins_like_another_trims_nothing_of_it(
+    bench: AllocatingBench, strategy: Strategy
+) -> None:
+    """Also while its own turn is a fast copy, to be encoded later."""
+    bench.decision.strategy = strategy
+    assert bench.store_turn(bench.turn(6), None)
+    assert bench.store_turn(bench.turn(10, "b", num_common_pages=1), (40, 40, 40))
+    assert bench.store.stats().trimmed_bytes == 0
+    assert bench.decoded_from(bench.turn(6)) == [0, 0, 0]
+
+
 def test_shorter_heads_bring_nothing_back_and_drop_nothing(bench: AllocatingBench) -> None:
     assert bench.store_turn(bench.turn(6), (24, 16, 8))
     assert bench.store_turn(bench.turn(10), (16, 8, 0))

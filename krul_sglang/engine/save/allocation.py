@@ -85,9 +85,14 @@ def trim_path(
 ) -> None:
     """Drop what is stored of a conversation before its heads' ends, from the segments that it alone uses.
 
+    Not while a part of it has not been encoded: a fast copy does not tell the store that this conversation
+    continues a segment of others, see ``KVStore.trim``.
+
     Raises:
         CodecError: a segment whose parameters ``codec`` cannot read, or heads of another number of layers.
     """
+    if store.find_missing(model, page_keys):
+        return
     for segment in store.path_segments(model, page_keys):
         header = segment.header
         if all(

@@ -323,8 +323,7 @@ class TurnOffloader:
                 if not self._has_stored(job, encoding, head_ends, index, pages, is_last=is_last):
                     return "no room"
             job.num_stored = len(turn.page_keys)
-            if head_ends is not None:
-                self._trim(turn, head_ends)
+            self._trim(turn, head_ends)
         if self._stores:
             self._advise(turn)
         return None
@@ -385,7 +384,7 @@ class TurnOffloader:
             lease=lease,
             num_bytes=len(pages) * self.page_bytes,
             on_encoded=lambda codec: self.choices.note_encoded(codec) if index == 0 else None,
-            on_stored=(lambda: self._advise(turn)) if is_last else (lambda: None),
+            on_stored=partial(self._note_encoded, turn, head_ends) if is_last else (lambda: None),
             since_s=time.monotonic(),
         )
 
@@ -426,8 +425,15 @@ class TurnOffloader:
             self._runs.add(turn.tenant, turn.page_keys, turn.token_ids, pages, turn.moved_from)
         return is_stored
 
-    def _trim(self, turn: Turn, head_ends: tuple[int, ...]) -> None:
-        """Drop heads from earlier turns. An error does not fail the turn: the heads only take space."""
+    def _note_encoded(self, turn: Turn, head_ends: tuple[int, ...] | None) -> None:
+        """Nothing of a turn waits to be encoded any more."""
+        self._trim(turn, head_ends)
+        self._advise(turn)
+
+    def _trim(self, turn: Turn, head_ends: tuple[int, ...] | None) -> None:
+        """Drop heads, if any, from earlier turns. An error does not fail the turn: they only take space."""
+        if head_ends is None:
+            return
         try:
             trim_path(self._store, turn.model, self._codec, turn.page_keys, head_ends)
         except Exception:
