@@ -88,7 +88,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     @property
     def has_windows(self) -> bool:
-        """Whether the model has a pool of windows."""
+        """True if SGLang keeps the KV of layers with a sliding window in a pool of their own."""
         return self.states is not None and self.states.window_pages is not None
 
     @property

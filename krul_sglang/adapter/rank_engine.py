@@ -104,8 +104,11 @@ class RankSetup:
 
     @property
     def loads_before_forwards(self) -> bool:
-        """Whether a load has to have ended when SGLang plans the forward: because others take part in it, or
-        because SGLang gave room for the last window alone, in which the rest could not be computed."""
+        """True if a load must have ended before SGLang plans the request's forward.
+
+        With DP attention other ranks take part in that forward. With a pool of windows SGLang gives a
+        restored prefix slots for its last window alone, in which a load that failed could not be computed.
+        """
         return self.has_dp_attention or (self.states is not None and self.states.window_pages is not None)
 
 

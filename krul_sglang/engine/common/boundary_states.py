@@ -36,8 +36,8 @@ class StateCounters:
 
 @dataclass(frozen=True)
 class StateSlot:
-    """Where the state of a restored prefix goes: ``slot``, int64 ``[1]``; of a window the slots of its last
-    tokens, ``[W]``.
+    """Names the slot of SGLang's pool that a restored state is written to: ``slot``, int64 ``[1]``; of a
+    window the slots of its last tokens, ``[W]``.
 
     ``before`` (int64 ``[1]``) has the state of the tokens before those that are loaded; None if there are
     none.
@@ -61,7 +61,7 @@ class CopiedState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it can be used. Waits for the device."""
+        """True if none of its tokens had left the pool when it was copied. Waits for the device."""
         return self.lacks is None or not bool(self.lacks)
 
 
