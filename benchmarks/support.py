@@ -71,9 +71,10 @@ SERVED = (
         "tests/integration/test_windows.py",
     ),
     Served(
-        "recurrent layers beside attention: LFM2's short convolutions, Qwen3-Next's gated delta rule (random "
-        "weights), by whole loads up to the ends of turns and of prompts; with --mamba-radix-cache-strategy "
-        "extra_buffer, --page-size 16 and the overlap scheduler up to the last state that SGLang keeps there",
+        "recurrent layers beside attention: LFM2's short convolutions, Qwen3-Next's gated delta rule, "
+        "Nemotron-H's Mamba-2 (random weights), by whole loads up to the ends of turns and of prompts; with "
+        "--mamba-radix-cache-strategy extra_buffer, --page-size 16 and the overlap scheduler up to the last "
+        "state that SGLang keeps there",
         "tests/integration/test_hybrid_serving.py",
     ),
     Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),
@@ -121,8 +122,8 @@ UNTESTED = (
         "krul copies rows of SGLang's two pools, whatever the layers compute from them",
     ),
     Untested(
-        "recurrent layers other than those of LFM2 and Qwen3-Next; --mamba-radix-cache-strategy "
-        "extra_buffer_lazy",
+        "recurrent layers other than those of LFM2, Qwen3-Next and Nemotron-H; "
+        "--mamba-radix-cache-strategy extra_buffer_lazy",
         "boundaries are where SGLang's tree has states; the bytes of a state against those of KV",
     ),
     Untested(

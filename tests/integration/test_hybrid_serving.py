@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from tests.support.scenario import (
     wait_until_idle,
 )
 from tests.support.server_plugin import LEFT_OUT_STATES, SPOILED_STATES, faulty_loads
-from tests.support.tiny_model import build_delta_rule_model, build_hybrid_model
+from tests.support.tiny_model import build_delta_rule_model, build_hybrid_model, build_mamba_model
 
 # SGLang keeps no states amid prompts here, and so takes no larger pages and no overlap. Prompts are cut alike
 # everywhere: short convolutions make much of a rounding.
@@ -47,7 +47,10 @@ BOUNDARY = FIRST_TURN + NEW_TOKENS - 1
 """Of ``branch``: the last token of a turn is computed by the next one."""
 
 
-@pytest.fixture(scope="module", params=["convolutions", "delta rule"])
+RECURRENT = {"delta rule": build_delta_rule_model, "Mamba-2": build_mamba_model}
+
+
+@pytest.fixture(scope="module", params=["convolutions", *RECURRENT])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("hybrid-model") / "model"
     if request.param == "convolutions":
@@ -55,7 +58,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*EXACT)
-        yield build_delta_rule_model(path)
+        yield RECURRENT[request.param](path)
 
 
 def assert_close(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
@@ -190,6 +193,8 @@ def test_states_come_back_from_the_disk_after_a_restart(
     history = [*prompt, *first.output_ids, *random_prompt("second", 60)]
     with serving(model, **options) as server:
         second = ask(server, history, max_new_tokens=NEW_TOKENS)
+        # The state was on its way before its load was planned.
+        wait_until(lambda: settled_stats(server)["hints"] > 0, "a state to be brought ahead")
     assert_close(kept[1].all()[:2], [first, second])
     assert second.host_tokens == BOUNDARY
 
@@ -236,15 +241,16 @@ def test_failed_loads_are_computed_from_the_state_before(
     assert stats["num_leases"] == 0
 
 
+@pytest.mark.parametrize("build_model", RECURRENT.values(), ids=RECURRENT)
 def test_states_amid_prompts_allow_larger_pages_and_overlap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build_model: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's default: it keeps copies of states (``extra_buffer``), in a prompt at a multiple of 64 tokens.
 
     What lies behind the last one is not stored.
     """
     monkeypatch.setenv(*EXACT)
-    model = build_delta_rule_model(tmp_path / "model")
+    model = build_model(tmp_path / "model")
     args = ("--page-size", "16", "--chunked-prefill-size", "256")
     never_evicts = ("--dtype", "float32", "--max-total-tokens", "16384", "--enable-cache-report", *args)
     with ForkedServer(model, args=never_evicts) as server:

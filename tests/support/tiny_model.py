@@ -308,6 +308,40 @@ def build_delta_rule_model(path: Path) -> Path:
     return path
 
 
+def build_mamba_model(path: Path) -> Path:
+    """As ``build_tiny_model``: a Nemotron-H in float32, of two layers with attention, each between others
+    with a Mamba-2 recurrence."""
+    import torch
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    shape = _shape_with_tokenizer(path, 512, 256, 7, 4, 2, 8192, 0.08)
+    # Each of these layers has one of: a recurrence, attention, an MLP.
+    layers = {
+        "hybrid_override_pattern": "M*-M*-M",
+        "head_dim": 64,
+        "ssm_state_size": 32,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 64,
+        "mamba_n_groups": 2,
+        "chunk_size": 64,
+        "rescale_prenorm_residual": False,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = NemotronHForCausalLM(NemotronHConfig(**shape | layers))
+    with torch.no_grad():
+        for layer in model.model.layers[::3]:
+            # One head remembers some hundred tokens, another a few.
+            layer.mixer.A_log.copy_(torch.linspace(-4, 1, 4))
+            layer.mixer.dt_bias.fill_(-2.0)
+    model.save_pretrained(path)
+    # SGLang reads what the published ones have, not what transformers makes of it.
+    config = json.loads((path / "config.json").read_text())
+    del config["layers_block_type"]
+    (path / "config.json").write_text(json.dumps(config | layers))
+    return path
+
+
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 _IMAGE_TEMPLATE = (

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 50_260),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_420),
+    "product": (PRODUCT, 50_460),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_620),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_195,
@@ -28,8 +28,8 @@ LIMITS = {
         16_660,
     ),
     "benchmarks": (("benchmarks",), 10_560),
-    "tests": (("tests",), 64_240),
-    "tests/support": (("tests/support",), 6_160),
+    "tests": (("tests",), 64_500),
+    "tests/support": (("tests/support",), 6_180),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 

@@ -41,8 +41,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return "krul_cpu"
 
     def init_backend(self) -> None:
-        """Register the default attention backend, convolutions and the delta rule, let adapters be loaded,
-        and ranks gather the tokens of each other (DP attention).
+        """Register the default attention backend and recurrent layers, let adapters be loaded, and ranks
+        gather the tokens of each other (DP attention).
 
         SGLang calls this in each worker, before it makes one.
         """
@@ -52,11 +52,12 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         from sglang.srt.lora.backend import torch_backend
         from sglang.srt.model_executor import forward_batch_info
 
-        from krul_sglang.adapter.platforms import cpu_attention, cpu_convolution, cpu_delta_rule
+        from krul_sglang.adapter.platforms import cpu_attention, cpu_convolution, cpu_delta_rule, cpu_mamba2
 
         cpu_attention.register()
         cpu_convolution.install()
         cpu_delta_rule.install()
+        cpu_mamba2.install()
         for module in (layers, torch_backend, forward_batch_info):
             module.__dict__["torch"] = _PageableTorch()
         # What it takes otherwise are a kernel of Triton, and operators that are registered for GPUs alone.

@@ -78,15 +78,39 @@ def delta_rule(
     Returns:
         ``o`` (``[..., T, V]``), and the state after the last token.
     """
-    sums = log_decay.cumsum(-1)
-    # [..., t, i]: what token t finds of what token i has written. Zero before exp: it could overflow above.
-    decay = (sums[..., :, None] - sums[..., None, :]).tril().exp().tril()
-    since_start, beta = sums.exp()[..., None], beta[..., None]
+    decay, since_start = find_decays(log_decay)
+    beta = beta[..., None]
     overlap = beta * decay * (k @ k.mT)
     unknown = beta * (v - since_start * (k @ state.mT))
     learned = torch.linalg.solve_triangular(overlap, unknown, upper=False, unitriangular=True)
-    output = since_start * (q @ state.mT) + (decay * (q @ k.mT)) @ learned
-    written = learned.mT @ (decay[..., -1, :, None] * k)
+    return read_and_write(state, q, k, learned, decay, since_start)
+
+
+def find_decays(log_decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a token finds of what an earlier one has written, and of what was there before the first.
+
+    ``log_decay`` is ``[..., T]``, the results ``[..., T, T]`` (later, earlier token) and ``[..., T, 1]``.
+    """
+    sums = log_decay.cumsum(-1)
+    # Zero before exp: it could overflow above.
+    decay = (sums[..., :, None] - sums[..., None, :]).tril().exp().tril()
+    return decay, sums.exp()[..., None]
+
+
+def read_and_write(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    values: torch.Tensor,
+    decay: torch.Tensor,
+    since_start: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write each token's ``values`` (``[..., T, V]``) to a memory at its key, and read it with its query.
+
+    The rest, and the results, are those of ``delta_rule`` and ``find_decays``.
+    """
+    output = since_start * (q @ state.mT) + (decay * (q @ k.mT)) @ values
+    written = values.mT @ (decay[..., -1, :, None] * k)
     return output, since_start[..., -1:, :] * state + written
 
 
