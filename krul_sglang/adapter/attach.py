@@ -182,8 +182,8 @@ def _proven_heads(
     mode = RestoreMode(WHOLE_LOADS, why)
     if setup.start_agreement.rank == 0:
         logger.warning(
-            'krul: %s. So planner = "%s" serves: stored prefixes are loaded whole or not at all, and what '
-            "fails to load is computed",
+            'krul: %s. So planner = "%s" serves: stored prefixes are loaded whole, or computed where that is '
+            "sooner, as is what fails to load",
             mode.why,
             mode.planner,
         )

@@ -143,7 +143,8 @@ class RankEngine:
         # What another server has stored without its first tokens is computed, if this one has no heads.
         max_head_tokens = 0 if measured.heads is None else config.head_token_limit(setup.chunk_tokens)
         capacity_bytes = store.stats().capacity_bytes // setup.num_ranks_here
-        planner = make_planner(measured.mode.planner)
+        # Without heads any of them loads whole prefixes, the default one only where that is sooner.
+        planner = make_planner(config.planner)
         self.setup = setup
         self.add_bases = measured.add_bases
         self.reasons = Reasons(
@@ -210,6 +211,7 @@ class RankEngine:
             max_head_tokens=max_head_tokens,
             max_new_tokens=setup.chunk_tokens,
             tier_costs=LatestAnswer(self.asking, store.tier_costs, before=store.tier_costs()),
+            state_bytes=0 if setup.states is None else setup.states.num_bytes,
         )
         traces = TraceLog(measured.costs, pool.num_layers)
         forward = RestoreForward(

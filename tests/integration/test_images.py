@@ -108,7 +108,8 @@ def kept(model: Path) -> Played:
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """``again``: the last turn on a second server, which finds everything on the first one's disk."""
     disk = str(tmp_path_factory.mktemp("ssd"))
-    options = {"ssd_dir": disk, "ssd_capacity": "1GiB", "ssd_timeout": 10.0}
+    # By default the text before the first image would be computed: that is sooner.
+    options = {"ssd_dir": disk, "ssd_capacity": "1GiB", "ssd_timeout": 10.0, "planner": "full-load"}
     args = small_krul_server_args(POOL_TOKENS, options)
     with ForkedServer(model, args=args, env=STRICT) as server:
         played = play(server, evict=True)

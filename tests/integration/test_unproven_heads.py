@@ -10,11 +10,13 @@ import pytest
 
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
+    NUM_TURNS,
     POOL_TOKENS,
     STRICT,
     STRICT_ON_TWO_CORES,
     Played,
     assert_same,
+    play,
     play_all,
     settled_stats,
     small_krul_server_args,
@@ -102,3 +104,14 @@ def test_loads_that_failed_were_computed(served: Served) -> None:
     assert 0 < forward["rescued_requests"] < served.stats["restore"]["plans"]["loads"]
     assert forward["rescued_tokens"] > 512
     assert forward["lost_requests"] == 0
+
+
+def test_what_is_computed_sooner_is_not_loaded(kept: Played, tiny_models: dict[str, Path]) -> None:
+    """Through a link that takes seconds for each prefix."""
+    args = small_krul_server_args(POOL_TOKENS, {"link_mbs": 0.5})
+    with ForkedServer(tiny_models["float32"], args=args, env={**STRICT, **spoiled_heads(0)}) as server:
+        turns = play(server, "conversation", evict=True)
+        restore = settled_stats(server)["restore"]
+    assert_same(kept.turns, turns)
+    assert [answer.host_tokens for answer in turns] == [0] * NUM_TURNS
+    assert (restore["plans"]["loads"], restore["plans"]["refused"]) == (0, NUM_TURNS - 1)

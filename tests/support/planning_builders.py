@@ -82,6 +82,7 @@ def planning_of(
     max_new_tokens: int = 1000,
     tier_costs: Callable[[], Mapping[str, TierCost]] = dict,
     codec: ModelCodecs = CODEC,
+    state_bytes: int = 0,
 ) -> RestorePlanning:
     return RestorePlanning(
         planner,
@@ -93,6 +94,7 @@ def planning_of(
         max_head_tokens=max_head_tokens,
         max_new_tokens=max_new_tokens,
         tier_costs=tier_costs,
+        state_bytes=state_bytes,
     )
 
 

@@ -138,6 +138,23 @@ def test_a_forecast_is_what_the_parts_take_alone() -> None:
     assert planning.counters.saved_s != 0
 
 
+@pytest.mark.parametrize(("state_tokens", "is_loaded"), [(0, True), (100, True), (2000, False)])
+def test_a_state_is_loaded_beside_the_kv(state_tokens: int, is_loaded: bool) -> None:
+    """As many bytes as a layer's KV of so many tokens, which take a quarter of a second each."""
+    costs = costs_of(1.0, 0.25 / TOKEN_BYTES)
+    planning = planning_of(
+        LocalSearchPlanner(), costs=costs, max_head_tokens=0, state_bytes=state_tokens * TOKEN_BYTES
+    )
+    kv_s, state_s = 0.25 * NUM_LAYERS * NUM_TOKENS, 0.25 * state_tokens
+    for number in range(2):
+        planned = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4)
+        assert (planned is not None) == is_loaded
+        if planned is not None:
+            assert planned.forecast.load_s == pytest.approx(kv_s + state_s)
+            # After the load before it; only the last layer's forward comes behind the load.
+            assert planned.plan.end_s == pytest.approx((number + 1) * (kv_s + state_s) + 4.0)
+
+
 def test_a_request_without_new_tokens_still_has_a_forward() -> None:
     """The last token of a prompt is always computed, and SGLang may count it as part of the prefix."""
     planner = HeadsPlanner(no_heads)

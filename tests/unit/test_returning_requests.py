@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,7 +22,7 @@ from krul_sglang.engine.restore.held_lease import MAX_RENEW_INTERVAL_S, RENEW_IN
 from krul_sglang.engine.restore.returning_request import Prompt, State
 from krul_sglang.engine.restore.returning_requests import RETRY_MISS_S, RETRY_PREFETCH_S, ReturningRequests
 from krul_sglang.reasons import Reasons
-from tests.support.store_builders import Clock, page_keys, put, tokens_of, wait_until
+from tests.support.store_builders import Clock, make_manifest, page_keys, put, tokens_of, wait_until
 from tests.support.tiered_builders import (
     FLAGS_BYTES,
     MODEL,
@@ -27,6 +30,7 @@ from tests.support.tiered_builders import (
     TAKEN_BYTES,
     AskedAtOnce,
     Rig,
+    checksums_in,
     content_of,
     look_up,
     put_below,
@@ -110,6 +114,21 @@ def test_the_store_is_asked_once_for_what_is_in_dram(
     assert lookups(rig) == 1
     assert waiting.num_leases == 1
     waiting.release("r")
+    rig.assert_nothing_is_held()
+
+
+def test_a_state_that_lies_below_dram_is_brought_ahead(rig: Rig) -> None:
+    """As soon as its request is known: a plan has no heads meanwhile, and a load would wait for it."""
+    of_states = dataclasses.replace(MODEL, dtype="state")
+    put_below(rig.ssd, "c", 0, 1)
+    manifest, content = make_manifest("c", 0, 1, SIZES, of_states), content_of("c", 0, 1)
+    rig.ssd.add(manifest, content, checksums_in(manifest, content))
+    states: Any = SimpleNamespace(identity=of_states)
+    waiting = ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), states=states)
+    assert promise(waiting, keys=KEYS[:1]) == 1
+    wait_until(lambda: not rig.host.find_missing(of_states, KEYS[:1]))
+    waiting.release("r")
+    wait_until_read(rig)
     rig.assert_nothing_is_held()
 
 

@@ -97,7 +97,9 @@ class Rank:
         alone = RankAgreement(None, 1)
         connection: Any = SimpleNamespace(store=self.store, close=self.store.close, as_dict=dict)
         allocator = SimpleNamespace(get_kvcache=lambda: pool)
-        runtime = KrulRuntime(KrulConfig(strategy=strategy, probe_share=1.0, error_budget=1e6))
+        # It loads whatever it costs.
+        options: dict[str, Any] = {"planner": "full-load", "probe_share": 1.0, "error_budget": 1e6}
+        runtime = KrulRuntime(KrulConfig(strategy=strategy, **options))
         self.pool = opened = open_pool(pool)
         codec, bases = ModelCodecs(opened.shape, opened.num_layers, None), None
         if strategy == "subspace":

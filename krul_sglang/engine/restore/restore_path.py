@@ -49,8 +49,8 @@ class HeadProof:
 
 @dataclass(frozen=True)
 class RestoreMode:
-    """How a server restores. ``planner`` is the name of the one that plans, ``why`` says why it does: as
-    configured, or because heads cannot be recomputed, and all other planners need them."""
+    """How a server restores. ``planner`` is the configured one, or "full-load" if heads cannot be recomputed:
+    then whole prefixes are loaded, or none of them. ``why`` says which of both, and why."""
 
     planner: str
     why: str

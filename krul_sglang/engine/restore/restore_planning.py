@@ -118,7 +118,8 @@ class RestorePlanning:
     ``agreement`` joins the scheduler threads of the ranks: each of them plans the same loads in the same
     order. ``max_head_tokens`` bounds the heads of one batch together. A forward computes ``max_new_tokens``
     at most: of a longer prompt only the first chunk waits for the restore. ``tier_costs()`` returns those of
-    the tiers below DRAM, by name; called when something lies there.
+    the tiers below DRAM, by name; called when something lies there. ``state_bytes`` come with each load
+    beside its KV (``BoundaryStates``), from the tier that the end of the prefix lies in.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class RestorePlanning:
         max_head_tokens: int,
         max_new_tokens: int,
         tier_costs: Callable[[], Mapping[str, TierCost]],
+        state_bytes: int = 0,
     ) -> None:
         self.counters = PlanCounters()
         # Why the last plan was none.
@@ -149,6 +151,7 @@ class RestorePlanning:
         self._batch_head_tokens = 0
         self._batch_compute_s = self._batch_load_s = 0.0
         self._tier_costs = tier_costs
+        self._state_bytes = state_bytes
         self._known_tiers: frozenset[str] = frozenset({DRAM_TIER})
         self._tiers_asked_s = float("-inf")
 
@@ -213,6 +216,8 @@ class RestorePlanning:
             return None
         head_tokens = plan.head_ends[0] - device_tokens
         head_s, load_s, decode_s = RestoreTiming(problem).work_s(plan.head_ends)
+        # What comes beside the KV.
+        load_s += problem.load_delay_s - self._batch_load_s
         recompute_s = problem.recompute_s - self._batch_compute_s
         self._batch_head_tokens += head_tokens
         self._batch_compute_s += head_s + problem.num_layers * problem.own_layer_s
@@ -271,11 +276,12 @@ class RestorePlanning:
         runs = self._agreed_bounds(runs, (-1.0, 0.0) if load_from is None else (load_from, shift))
         if runs is None or readers is None:
             return None
+        alone = self._problem(runs, readers[-1].end_token, device_tokens, new_tokens)
         problem = replace(
-            self._problem(runs, readers[-1].end_token, device_tokens, new_tokens),
+            alone,
             max_head_tokens=max(0, self._max_head_tokens - self._batch_head_tokens),
             compute_delay_s=self._batch_compute_s,
-            load_delay_s=self._batch_load_s,
+            load_delay_s=self._batch_load_s + alone.load_delay_s,
         )
         plan = self._unless_out_of_memory(lambda: self._planner.plan(problem))
         return problem, self._agreed_plan(RestorePlan.recompute(problem) if plan is None else plan)
@@ -284,6 +290,7 @@ class RestorePlanning:
         self, runs: tuple[StoredRun, ...], total_tokens: int, device_tokens: int, new_tokens: int
     ) -> RestoreProblem:
         """That of a request alone."""
+        costs = self.costs.current()
         return RestoreProblem(
             num_layers=self.codec.num_layers,
             page_size=self._page_size,
@@ -291,8 +298,9 @@ class RestorePlanning:
             total_tokens=total_tokens,
             new_tokens=max(1, min(new_tokens, self._max_new_tokens)),
             runs=runs,
-            costs=self.costs.current(),
+            costs=costs,
             max_head_tokens=self._max_head_tokens,
+            load_delay_s=costs.tiers[runs[-1].tier].load_s(self._state_bytes),
         )
 
     def _plannable(

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from krul_backend.store.interface import KVStore
+from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import DRAM_TIER, FastCopies, Lease, Prefetched, SegmentSlice
 from krul_sglang.engine.common.asking import AskingThread, Question
 from krul_sglang.engine.common.boundary_states import BoundaryStates
@@ -351,11 +352,21 @@ class ReturningRequests:
             self._has_changed = True
             page_size = self._model.identity.page_size
             num_found = request.lease.num_pages(page_size) * page_size
+            if self._states is not None and not request.lease.is_here:
+                self._bring_state(self._states, request.lease)
         reasons = self._reasons
         if reasons is not None and reasons.found(
             rid, request.prompt.device_tokens + num_found, is_late=is_late
         ):
             self._asking.ask(lambda: reasons.explain(rid), is_urgent=False)
+
+    def _bring_state(self, states: BoundaryStates, held: HeldLease) -> None:
+        """Have the state at the end of a lease read into DRAM. If it is late, its load reads it."""
+        end_key = held.page_keys[held.num_pages(self._model.identity.page_size) - 1]
+        hint = Hint(prefetch=True)
+        self._asking.ask(
+            lambda: self._store.advise(hint, model=states.identity, page_keys=(end_key,)), is_urgent=False
+        )
 
     def _use_answers(self) -> None:
         """Use answers that came after the round that asked for them."""
