@@ -87,7 +87,8 @@ def delta_rule(
 
 
 def find_decays(log_decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a token finds of what an earlier one has written, and of what was there before the first.
+    """Compute which share of what a token writes is left at each later token, and which share of the state
+    before the first token is.
 
     ``log_decay`` is ``[..., T]``, the results ``[..., T, T]`` (later, earlier token) and ``[..., T, 1]``.
     """

@@ -49,8 +49,9 @@ class HeadProof:
 
 @dataclass(frozen=True)
 class RestoreMode:
-    """How a server restores. ``planner`` is the configured one, or "full-load" if heads cannot be recomputed:
-    then whole prefixes are loaded, or none of them. ``why`` says which of both, and why."""
+    """Says how a server restores, for its log and ``/server_info``. ``planner`` is the configured one, or
+    "full-load" if heads cannot be recomputed: a prefix is loaded whole then, or computed. ``why`` says which
+    of the two it is, and for what reason."""
 
     planner: str
     why: str
