@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE := 1
 .PHONY: demo test test-long peer-tests gpu-check check-sglang mooncake chromium docs lint format clean
 
 demo: $(STAMP)
-	$(BIN)/krul-sglang demo $(ARGS)
+	$(BIN)/python -m demo $(ARGS)
 
 # Everything that guards a promise. One test alone is faster without workers: .venv/bin/python -m pytest FILE::TEST
 test: $(STAMP)

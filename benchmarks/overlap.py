@@ -32,12 +32,13 @@ from benchmarks.serving.configuration import Configuration, ServingBenchmarkErro
 from benchmarks.serving.conversations import generated_conversation
 from benchmarks.serving.servers import Server, kv_token_bytes, make_server
 from benchmarks.tables import Columns, Row, cell, machine, model, ms, source, table_of
+from demo.conversations import Conversation
+from demo.player import Player
+from demo.sizing import PoolSizes, load_token_encoder, plan_pools
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.attach import COSTS_FILE
+from krul_sglang.cli.timed_answer import TurnResult
 from krul_sglang.cli.trace import fetch_restores
-from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.player import Player, TurnResult
-from krul_sglang.demo.sizing import PoolSizes, load_token_encoder, plan_pools
 from krul_sglang.json_file import quantiles
 from krul_sglang.models.find import find_model
 from krul_sglang.traced_restore import TracedRestore

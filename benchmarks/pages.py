@@ -25,8 +25,8 @@ from benchmarks.serving import tables as serving
 from benchmarks.simulate import timeline
 from benchmarks.tables import RESULTS, ROOT, mib, model, ms, source, table
 from benchmarks.tiers import __main__ as tiers
+from demo.report import draw_demo, ratio_text
 from krul_sglang.config import CONFIG_FILE_VARIABLE, DAEMON_MARK, ENV_PREFIX, FLAG, KrulConfig
-from krul_sglang.demo.report import draw_demo, ratio_text
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from demo import environment
 from krul_backend.errors import KrulError
-from krul_sglang.demo import environment
 from krul_sglang.json_file import quantiles, write_result
 
 Result = Mapping[str, Any]

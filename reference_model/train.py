@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument(
         "--conversations",
         type=Path,
-        default=ASSETS / "conversations.json",
+        default=ASSETS.parents[1] / "demo" / "conversations.json",
         help="demo conversations to write",
     )
     parser.add_argument("--train-only", action="store_true", help="write checkpoints and nothing else")

@@ -25,8 +25,8 @@ import httpx
 import psutil
 import typer
 
+from demo.server import ServerProcess
 from krul_backend.daemon.client.launcher import MAX_RESTARTS, RESTART_WINDOW_S
-from krul_sglang.demo.server import ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     POOL_TOKENS,

@@ -15,8 +15,8 @@ from benchmarks.runner import Result
 from benchmarks.serving.rows import tpot_s
 from benchmarks.tables import Columns, Row, cell, machine, source, table_of
 from benchmarks.tiers.timing import percentile
-from krul_sglang.demo.player import TurnResult
-from krul_sglang.demo.server import KrulState, stored_amounts
+from demo.server import KrulState, stored_amounts
+from krul_sglang.cli.timed_answer import TurnResult
 
 _NOT_STORED = re.compile("(skipped|failed|dropped|refused|lost)_turns")
 """Counters of ``offload`` in ``/server_info``: each a number, or numbers by cause."""

@@ -24,11 +24,11 @@ from benchmarks.serving.conversations import cut_conversations, recorded_prompts
 from benchmarks.serving.load import ask, client_of, warm_up
 from benchmarks.serving.rows import theoretical_hit_rate
 from benchmarks.serving.servers import Server, check_pool, kv_token_bytes, make_server
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
-from krul_sglang.demo.conversations import Conversation, load_conversations
-from krul_sglang.demo.player import TurnResult
-from krul_sglang.demo.server import ServerError
-from krul_sglang.demo.sizing import EncodeMessages, PoolSizes, load_token_encoder, plan_pools
+from demo.app import BUNDLED_CONVERSATIONS
+from demo.conversations import Conversation, load_conversations
+from demo.server import ServerError
+from demo.sizing import EncodeMessages, PoolSizes, load_token_encoder, plan_pools
+from krul_sglang.cli.timed_answer import TurnResult
 
 logger = logging.getLogger(__name__)
 

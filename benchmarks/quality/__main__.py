@@ -24,10 +24,10 @@ from benchmarks.quality.published import published_methods
 from benchmarks.quality.result import quality_table, row, summarize
 from benchmarks.runner import Result
 from benchmarks.variants import make_variant
+from demo.environment import git_revision
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
-from krul_sglang.demo.environment import git_revision
 from krul_sglang.learning.bases import LearningPlan, learn_bases
 from krul_sglang.learning.reader import TextReader, rotary_table
 from krul_sglang.models.find import find_model

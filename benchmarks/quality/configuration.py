@@ -14,7 +14,7 @@ from benchmarks.quality.chat_recall import chat_recall_conversations
 from benchmarks.quality.conversation import BenchmarkError, Conversation
 from benchmarks.quality.methods import Eviction, Method
 from benchmarks.quality.teacher_forced import learning_dialogues, recall_conversations, text_conversations
-from krul_sglang.demo.environment import without_cwd
+from demo.environment import without_cwd
 from krul_sglang.models.find import REFERENCE_MODEL
 from reference_model.tokenizer import USER, USER_ID
 

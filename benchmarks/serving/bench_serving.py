@@ -22,8 +22,8 @@ from benchmarks.serving.configuration import Configuration, ServingBenchmarkErro
 from benchmarks.serving.conversations import RecordedConversation
 from benchmarks.serving.rows import of_ttft, ratios
 from benchmarks.serving.servers import Server
-from krul_sglang.demo.conversations import Conversation, UserTurn
-from krul_sglang.demo.sizing import PoolSizes, needed_pool_tokens
+from demo.conversations import Conversation, UserTurn
+from demo.sizing import PoolSizes, needed_pool_tokens
 
 QUESTION_TOKENS = 32
 

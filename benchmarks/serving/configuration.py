@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from demo.environment import without_cwd
 from krul_backend.errors import KrulError
 from krul_backend.memory import parse_bytes
 from krul_backend.strategy.strategy import SUBSPACE
 from krul_sglang.config import KrulConfig
-from krul_sglang.demo.environment import without_cwd
 
 SERVERS = ("recompute", "device", "native", "compressed", "full-load")
 KRUL_SERVERS = ("native", "compressed", "full-load")

@@ -13,8 +13,9 @@ from pathlib import Path
 import orjson
 
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
-from krul_sglang.demo.conversations import Conversation, Message, UserTurn, load_conversations
-from krul_sglang.demo.sizing import CountTokens
+from demo.conversations import Conversation, UserTurn, load_conversations
+from demo.sizing import CountTokens
+from krul_sglang.cli.timed_answer import Message
 
 _WHEN = ("On Monday", "Last week", "In the morning", "After lunch", "Before the storm", "One evening")
 _WHO = ("the teacher", "our neighbour", "a young farmer", "the engineer", "my sister", "an old sailor")

@@ -19,9 +19,9 @@ from benchmarks.serving.configuration import Configuration
 from benchmarks.serving.servers import Server
 from benchmarks.tables import Columns, Row, cell
 from benchmarks.tiers.timing import percentile
-from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.player import play_order
-from krul_sglang.demo.sizing import EncodeMessages
+from demo.conversations import Conversation
+from demo.player import play_order
+from demo.sizing import EncodeMessages
 
 TOP_TOKENS = 512
 """So many of the most likely tokens a server lists at each position: with more the

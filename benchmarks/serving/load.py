@@ -14,8 +14,9 @@ import openai
 
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError, has_variant
 from benchmarks.serving.servers import Server
-from krul_sglang.demo.conversations import Conversation, Message
-from krul_sglang.demo.player import TimedAnswer, TurnResult, play_order, request
+from demo.conversations import Conversation
+from demo.player import play_order
+from krul_sglang.cli.timed_answer import Message, TimedAnswer, TurnResult, request
 
 _REQUEST_TIMEOUT_S = 1200.0
 

@@ -11,9 +11,10 @@ from benchmarks.runner import Result, without_samples
 from benchmarks.serving.configuration import of_kind
 from benchmarks.serving.servers import Counts
 from benchmarks.tiers.timing import percentile
-from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.player import TurnResult, play_order
-from krul_sglang.demo.sizing import EncodeMessages
+from demo.conversations import Conversation
+from demo.player import play_order
+from demo.sizing import EncodeMessages
+from krul_sglang.cli.timed_answer import TurnResult
 from krul_sglang.json_file import quantiles
 
 

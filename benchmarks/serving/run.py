@@ -18,10 +18,10 @@ from benchmarks.serving.divergence import TOP_TOKENS, ask_and_compare, rows_of, 
 from benchmarks.serving.load import Answers, play, schedule
 from benchmarks.serving.rows import of_tiers, row, theoretical_hit_rate
 from benchmarks.serving.servers import Counts, Server, check_pool, dtype, host_memory_bytes, make_server
-from krul_sglang.demo.conversations import Conversation, Message
-from krul_sglang.demo.environment import without_cwd
-from krul_sglang.demo.player import TurnResult
-from krul_sglang.demo.sizing import EncodeMessages, PoolSizes, load_token_encoder, plan_pools
+from demo.conversations import Conversation
+from demo.environment import without_cwd
+from demo.sizing import EncodeMessages, PoolSizes, load_token_encoder, plan_pools
+from krul_sglang.cli.timed_answer import Message, TurnResult
 
 logger = logging.getLogger(__name__)
 

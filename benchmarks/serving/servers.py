@@ -24,13 +24,13 @@ from benchmarks.serving.configuration import (
     is_krul,
 )
 from benchmarks.serving.slow_ssd import SlowSsdDaemon
+from demo.run import default_dtype
+from demo.server import KrulState, ServerProcess, krul_states, stored_amounts, wait_for_saves
+from demo.sizing import PoolSizes
 from krul_backend.memory import parse_bytes
 from krul_backend.strategy.strategy import SUBSPACE
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.config import DAEMON_MARK, KrulConfig
-from krul_sglang.demo.run import default_dtype
-from krul_sglang.demo.server import KrulState, ServerProcess, krul_states, stored_amounts, wait_for_saves
-from krul_sglang.demo.sizing import PoolSizes
 
 logger = logging.getLogger(__name__)
 

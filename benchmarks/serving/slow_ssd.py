@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+from demo import supervisor
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.ssd.disk import Disk
-from krul_sglang.demo import supervisor
 
 _ROOT = Path(__file__).parents[2]
 _STOP_TIMEOUT_S = 30.0

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 def switch_off() -> None:
     """Take the prefetch out of this process."""
-    from krul_sglang.adapter.radix_cache import KrulLinkerWrapper
+    from krul_sglang.adapter.linker_wrapper import KrulLinkerWrapper
 
     def look_ahead(self: KrulLinkerWrapper, queue: Iterable[Any]) -> None:
         pass

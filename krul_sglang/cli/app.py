@@ -11,27 +11,23 @@ from typing import Annotated
 import typer
 
 from krul_backend.errors import ConfigError
-from krul_backend.memory import parse_bytes
 from krul_backend.one_line_errors import EXIT_FAILED, OneLineErrors
-from krul_sglang.models.find import BUNDLED, REFERENCE_MODEL, SMOLLM2, ModelError, find_model, smollm2_folder
+from krul_sglang.cli.arguments import (
+    ApiKey,
+    ModelPath,
+    Options,
+    TpSize,
+    Url,
+    check_drawable,
+    check_timeout,
+    check_url,
+    check_writable,
+    parse_options,
+    parse_size,
+    tell,
+)
+from krul_sglang.models.find import SMOLLM2, find_model, smollm2_folder
 
-_ASSETS = Path(__file__).parents[1] / "assets"
-BUNDLED_CONVERSATIONS = _ASSETS / "conversations.json"
-CHATS = _ASSETS / "chats.json"
-
-_Url = Annotated[str, typer.Option(help="Address of the running server, such as http://127.0.0.1:30000.")]
-_ApiKey = Annotated[str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's --api-key.")]
-_Options = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE",
-        help="One more option of krul's configuration, as --option strategy=subspace. Repeatable.",
-    ),
-]
-_ModelPath = Annotated[str, typer.Option(help="Folder or hub name of the model, smollm2 or bundled.")]
-_TpSize = Annotated[
-    int, typer.Option(help="Ranks that share the model's heads, as the server's --tp-size.", min=1)
-]
 _PIPE_WIDTH = 160
 """Columns of a table where there is no terminal."""
 
@@ -67,158 +63,8 @@ def _root(
 
 
 @app.command()
-def demo(
-    model_path: Annotated[
-        str | None,
-        typer.Option(
-            help="Checkpoint directory or hub name; 'bundled' is a model of 6 million parameters with "
-            "conversations of its own, done in less time.",
-            show_default="SmolLM2-135M-Instruct",
-        ),
-    ] = None,
-    conversations: Annotated[
-        Path | None,
-        typer.Option(
-            help="ShareGPT or OpenAI style JSON or JSONL; a user turn may carry 'expected', a string that a "
-            "right answer contains.",
-            show_default="chats, or those of the bundled model",
-        ),
-    ] = None,
-    turns: Annotated[
-        int | None, typer.Option(help="Cut each conversation to its first N turns.", min=1)
-    ] = None,
-    num_conversations: Annotated[
-        int | None, typer.Option(help="Take the first N conversations.", min=1)
-    ] = None,
-    device_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens in the small device pool.",
-            show_default="1.25 x the longest conversation, plus a margin",
-            min=1,
-        ),
-    ] = None,
-    host_memory: Annotated[
-        str, typer.Option(help="Host memory for krul, such as 512MiB or 8GiB.")
-    ] = "512MiB",
-    option: _Options = None,
-    page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.", min=1)] = 16,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 24,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="SGLang's --dtype.", show_default="float32 without a GPU, the model's own with one"
-        ),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write a summary of the result to FILE.")
-    ] = None,
-    raw_file: Annotated[
-        Path | None, typer.Option("--raw", metavar="FILE", help="Write every turn that was measured to FILE.")
-    ] = None,
-    figure: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the times to FILE.png; needs matplotlib.")
-    ] = None,
-    server_arg: Annotated[
-        list[str] | None,
-        typer.Option(help="Pass one more argument to all three servers, as --server-arg=--tp=2. Repeatable."),
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the servers' logs.")] = False,
-) -> None:
-    """Play conversations against SGLang without and with krul, and compare answers and time to first token.
-
-    Three servers run at once and share the machine's memory: 'device' has a device pool that holds
-    everything, 'recompute' a small one, and 'krul' the same small one and krul. Each turn is asked of all
-    three, one after the other. Turn 1 of every conversation comes first, then turn 2 of every conversation,
-    and so on, so that between two turns of a conversation the others push it out of a small pool.
-
-    Exit status: 0 if krul restored at least one turn and every answer is that of 'device', else 1. Where
-    KV is compressed, or numbers have 16 bits, answers may differ: recall must be that of 'recompute' then,
-    up to 2 points less, for conversations that expect something.
-    """
-    options = _parse_options(option or [])
-
-    from krul_sglang.config import KrulConfig
-
-    KrulConfig.from_mapping({"host_memory": host_memory}, "--host-memory")
-    KrulConfig.from_mapping(options, "--option")
-    _check_writable("--json", json_file)
-    _check_writable("--raw", raw_file)
-    _check_drawable("--figure", figure)
-    if conversations is None:
-        conversations = BUNDLED_CONVERSATIONS if model_path == BUNDLED else CHATS
-        if not conversations.exists():
-            raise ConfigError(f"this installation comes without {conversations.name}; give --conversations")
-
-    from krul_sglang.demo.conversations import load_conversations
-    from krul_sglang.demo.sizing import load_token_encoder, plan_pools
-
-    try:
-        model = find_model(SMOLLM2 if model_path is None else model_path, _tell, option="--model-path")
-    except ModelError as error:
-        without = f"; --model-path {BUNDLED} needs no network" if REFERENCE_MODEL.exists() else ""
-        raise ConfigError(f"{error}{without}") from error
-    loaded = load_conversations(conversations)
-    chosen = loaded.select(num_conversations=num_conversations, turns=turns)
-    encode, context_length = load_token_encoder(model)
-    pools = plan_pools(
-        chosen,
-        lambda messages: len(encode(messages)),
-        max_tokens=max_tokens,
-        page_size=page_size,
-        device_tokens=device_tokens,
-        context_length=context_length,
-    )
-
-    from rich.console import Console
-
-    from krul_backend.strategy import SUBSPACE
-    from krul_sglang.demo.report import draw_demo, make_reporter, print_result
-    from krul_sglang.demo.run import DemoConfig, default_dtype, run_demo
-    from krul_sglang.json_file import write_result
-
-    config = DemoConfig(
-        model_path=model,
-        conversations_path=str(conversations),
-        max_tokens=max_tokens,
-        page_size=page_size,
-        host_memory=host_memory.strip(),
-        krul_options=options,
-        dtype=default_dtype() if dtype is None else dtype,
-        server_args=tuple(server_arg or ()),
-    )
-    num_turns = sum(len(conversation.turns) for conversation in chosen)
-    console = Console()
-    notes = [
-        f"{len(chosen)} conversations, {num_turns} turns, up to {pools.total_tokens} tokens "
-        f"(the longest: {pools.longest_tokens}); device pool: {pools.device_tokens} tokens "
-        f"(server 'device': {pools.reference_tokens}); dtype {config.dtype}"
-    ]
-    if num_conversations is not None and len(chosen) < num_conversations:
-        notes.append(f"{conversations} has only {len(chosen)} usable conversations: all are taken")
-    if loaded.num_skipped:
-        notes.append(f"{loaded.num_skipped} entries without a user turn were left out")
-    for note in notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
-    if options.get("strategy") == SUBSPACE:
-        from krul_sglang.learning.command import ensure_bases
-        from krul_sglang.models.checkpoint import Checkpoint
-
-        cache_dir = KrulConfig.load(options).cache_dir
-        ensure_bases(Checkpoint(model), Path(cache_dir).expanduser(), _tell)
-    with make_reporter(console, num_turns) as reporter:
-        result = run_demo(config, pools, chosen, reporter, verbose=verbose)
-    print_result(console, result)
-    kept = result.to_json()
-    write_result({**kept, "turns": result.turns_to_json()}, kept, json=json_file, raw=raw_file)
-    if figure is not None:
-        draw_demo(kept, figure)
-    raise typer.Exit(0 if result.summary.passed else EXIT_FAILED)
-
-
-@app.command()
 def selftest(
-    url: _Url,
+    url: Url,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the probe prompt.", min=1)] = 600,
     min_host_share: Annotated[
         float, typer.Option(help="Least share of the prompt that has to come from host memory.")
@@ -227,7 +73,7 @@ def selftest(
         int, typer.Option(help="Most tokens of noise to send; a larger device pool cannot be flushed.", min=1)
     ] = 1_000_000,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the whole probe.")] = 600.0,
-    api_key: _ApiKey = None,
+    api_key: ApiKey = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything measured to FILE.")
     ] = None,
@@ -239,11 +85,11 @@ def selftest(
 
     Exit status: 0 passed, 1 failed, 2 could not be run (no such server, not krul, pool too large).
     """
-    _check_timeout(timeout_s)
+    check_timeout(timeout_s)
     if not 0.0 < min_host_share <= 1.0:
         raise ConfigError(f"--min-host-share {min_host_share} is out of range; expected a number in (0, 1]")
-    _check_url(url)
-    _check_writable("--json", json_file)
+    check_url(url)
+    check_writable("--json", json_file)
 
     from krul_sglang.cli import selftest as probe
     from krul_sglang.json_file import write_json
@@ -267,9 +113,9 @@ def doctor(
     url: Annotated[
         str | None, typer.Option(help="Address of a running server of this machine, to be asked as well.")
     ] = None,
-    option: _Options = None,
+    option: Options = None,
     port: Annotated[int, typer.Option(help="Port that the server is to listen on.", min=1)] = 30000,
-    api_key: _ApiKey = None,
+    api_key: ApiKey = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all rows to FILE.")
     ] = None,
@@ -284,10 +130,10 @@ def doctor(
 
     Exit status: 0 if there is no problem, 1 if there is one, 2 if --url does not answer.
     """
-    options = _parse_options(option or [])
+    options = parse_options(option or [])
     if url is not None:
-        _check_url(url)
-    _check_writable("--json", json_file)
+        check_url(url)
+    check_writable("--json", json_file)
 
     from rich.console import Console
 
@@ -310,7 +156,7 @@ def doctor(
 
 @app.command()
 def trace(
-    url: _Url,
+    url: Url,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace to FILE, for ui.perfetto.dev.")
     ] = None,
@@ -322,7 +168,7 @@ def trace(
         typer.Option(help="Which restore --gantt draws, as numbered in the table.", show_default="the last"),
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the answer.")] = 30.0,
-    api_key: _ApiKey = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Show how the last restores of a running server went, layer by layer.
 
@@ -331,10 +177,10 @@ def trace(
 
     Exit status: 0, or 2 if there is nothing to show (no such server, not krul, no restore yet).
     """
-    _check_timeout(timeout_s)
-    _check_url(url)
-    _check_writable("--output", output)
-    _check_drawable("--gantt", gantt)
+    check_timeout(timeout_s)
+    check_url(url)
+    check_writable("--output", output)
+    check_drawable("--gantt", gantt)
     if index is not None and gantt is None:
         raise ConfigError("--index chooses the restore to draw: give --gantt FILE.png, too")
 
@@ -353,13 +199,13 @@ def trace(
 
 @app.command()
 def why(
-    url: _Url,
+    url: Url,
     rid: Annotated[
         str | None, typer.Argument(metavar="[REQUEST]", help="Id of a request, as its answer has it.")
     ] = None,
     last: Annotated[int, typer.Option(help="Without a request: show the last N.", min=1)] = 10,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for the answer.")] = 30.0,
-    api_key: _ApiKey = None,
+    api_key: ApiKey = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write it to FILE; - is standard output.")
     ] = None,
@@ -371,10 +217,10 @@ def why(
 
     Exit status: 0, or 2 if there is nothing to show (no such server, not krul, no such request).
     """
-    _check_timeout(timeout_s)
-    _check_url(url)
+    check_timeout(timeout_s)
+    check_url(url)
     to_stdout = json_file == Path("-")
-    _check_writable("--json", None if to_stdout else json_file)
+    check_writable("--json", None if to_stdout else json_file)
 
     import orjson
     from rich.console import Console
@@ -401,7 +247,7 @@ def why(
 
 @app.command()
 def top(
-    url: _Url,
+    url: Url,
     every_s: Annotated[
         float, typer.Option("--every", help="Seconds from an answer to the next request.", min=0.2)
     ] = 2.0,
@@ -410,7 +256,7 @@ def top(
         Path | None, typer.Option(metavar="FILE.svg", help="Draw one picture to FILE.svg and end.")
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Most seconds for an answer.")] = 5.0,
-    api_key: _ApiKey = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Show live what a running server keeps, where, what waits, and what it saves.
 
@@ -422,9 +268,9 @@ def top(
 
     Exit status: 0; of one picture 2 if there is no answer (no such server, not krul).
     """
-    _check_timeout(timeout_s)
-    _check_url(url)
-    _check_writable("--svg", svg)
+    check_timeout(timeout_s)
+    check_url(url)
+    check_writable("--svg", svg)
 
     from rich.console import Console
 
@@ -445,7 +291,7 @@ def top(
 
 @app.command()
 def chat(
-    url: _Url,
+    url: Url,
     baseline: Annotated[
         str | None, typer.Option(metavar="URL", help="Address of a server to compare with, one without krul.")
     ] = None,
@@ -453,7 +299,7 @@ def chat(
     max_noise_tokens: Annotated[
         int, typer.Option(help="Most tokens to evict with; a larger device pool is left as it is.", min=1)
     ] = 1_000_000,
-    api_key: _ApiKey = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Talk with a running server, or with two side by side, and see when each answer begins.
 
@@ -469,7 +315,7 @@ def chat(
     """
     for address in (url, baseline):
         if address is not None:
-            _check_url(address, "--url" if address is url else "--baseline")
+            check_url(address, "--url" if address is url else "--baseline")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("chat needs a terminal; of scripts, selftest asks a server whether krul works")
 
@@ -495,12 +341,12 @@ def model(
     if name != SMOLLM2:
         raise ConfigError(f"there is no model {name!r}: only {SMOLLM2}")
 
-    typer.echo(smollm2_folder(_tell))
+    typer.echo(smollm2_folder(tell))
 
 
 @app.command()
 def learn(
-    model_path: _ModelPath,
+    model_path: ModelPath,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -513,7 +359,7 @@ def learn(
             help="Text file, *.jsonl file or folder to learn from; repeatable. Default: the program's own."
         ),
     ] = None,
-    tp_size: _TpSize = 1,
+    tp_size: TpSize = 1,
     pieces: Annotated[int, typer.Option(help="Pieces of 1,024 tokens to learn from at most.", min=2)] = 24,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     revision: Annotated[str | None, typer.Option(help="Of a hub name, as the server's --revision.")] = None,
@@ -531,10 +377,10 @@ def learn(
     from krul_sglang.learning.command import learn_to_files
     from krul_sglang.models.checkpoint import Checkpoint
 
-    _check_writable("--out", out)
+    check_writable("--out", out)
     if out is not None and tp_size > 1:
         raise ConfigError(f"--out is one file, and --tp-size {tp_size} has one for each rank: leave it out")
-    path = find_model(model_path, _tell, option="--model-path")
+    path = find_model(model_path, tell, option="--model-path")
     cache_dir = Path(KrulConfig.load(None).cache_dir).expanduser()
     for line in learn_to_files(
         Checkpoint(path, revision, download_dir),
@@ -550,14 +396,14 @@ def learn(
 
 @app.command()
 def size(
-    model_path: _ModelPath,
+    model_path: ModelPath,
     host_memory: Annotated[str, typer.Option(help="Host memory for krul, such as 64GiB.")],
     ssd: Annotated[str, typer.Option(help="Room on an SSD, such as 1TiB.")] = "0",
     users: Annotated[int, typer.Option(help="Conversations that should be held.", min=1)] = 100,
     turns: Annotated[int, typer.Option(help="Turns of a conversation.", min=1)] = 10,
     turn_tokens: Annotated[int, typer.Option(help="Tokens of a turn, its answer with it.", min=1)] = 500,
     new_tokens: Annotated[int, typer.Option(help="New tokens when it comes back.", min=1)] = 128,
-    tp_size: _TpSize = 1,
+    tp_size: TpSize = 1,
     kv_bytes: Annotated[int, typer.Option(help="Bytes of a number in the pool: 1 for fp8.", min=1)] = 2,
     ratio: Annotated[
         float | None,
@@ -581,11 +427,11 @@ def size(
 
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu} is not known; expected one of {', '.join(GPUS)}")
-    path = find_model(model_path, _tell, option="--model-path")
+    path = find_model(model_path, tell, option="--model-path")
     wanted = Wanted(
         model=read_model(Checkpoint(path).config(), path, tp_size, kv_bytes),
-        host_bytes=_parse_size("--host-memory", host_memory),
-        ssd_bytes=_parse_size("--ssd", ssd),
+        host_bytes=parse_size("--host-memory", host_memory),
+        ssd_bytes=parse_size("--ssd", ssd),
         users=users,
         turns=turns,
         turn_tokens=turn_tokens,
@@ -597,49 +443,3 @@ def size(
     )
     for line in size_lines(wanted):
         typer.echo(line)
-
-
-def _tell(line: str) -> None:
-    typer.echo(line, err=True)
-
-
-def _check_timeout(seconds: float) -> None:
-    if not seconds > 0:
-        raise ConfigError(f"--timeout {seconds} is not possible; expected a number greater than 0")
-
-
-def _parse_size(option: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from error
-
-
-def _parse_options(options: list[str]) -> dict[str, str]:
-    pairs = [option.partition("=") for option in options]
-    for name, equals, _ in pairs:
-        if not name or not equals:
-            raise ConfigError(f"--option {name!r}: give KEY=VALUE")
-    return {name: value for name, _, value in pairs}
-
-
-def _check_url(url: str, option: str = "--url") -> None:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{option} {url!r} is not an address; expected something like http://127.0.0.1:30000"
-        )
-
-
-def _check_writable(option: str, path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a directory; expected a file name")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {path}: the directory {path.absolute().parent} does not exist")
-
-
-def _check_drawable(option: str, path: Path | None) -> None:
-    _check_writable(option, path)
-    if path is not None and find_spec("matplotlib") is None:
-        raise ConfigError(f"{option} needs matplotlib, which is not installed: pip install matplotlib")

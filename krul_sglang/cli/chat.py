@@ -16,9 +16,7 @@ from textual.widgets import Footer, Input, Static
 from krul_backend.errors import KrulError
 from krul_sglang.cli.selftest import push_out
 from krul_sglang.cli.server_client import CannotRunError, open_client, printable
-from krul_sglang.demo.conversations import Message
-from krul_sglang.demo.player import TimedAnswer, TurnResult, request
-from krul_sglang.demo.result import format_seconds
+from krul_sglang.cli.timed_answer import Message, TimedAnswer, TurnResult, format_seconds, request
 
 _ANSWER_TIMEOUT_S = 600.0
 

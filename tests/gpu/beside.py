@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from krul_sglang.demo.server import ServerProcess, start_servers, stop_servers, wait_for_saves
+from demo.server import ServerProcess, start_servers, stop_servers, wait_for_saves
 from krul_sglang.traced_restore import RESTORES
 from tests.gpu.large import large_model
 from tests.gpu.serving import make_server, server_facts

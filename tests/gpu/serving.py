@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
+from demo.app import BUNDLED_CONVERSATIONS
+from demo.conversations import load_conversations
+from demo.player import Player
+from demo.server import ServerProcess
 from krul_sglang.cli.selftest import SelftestConfig, run_selftest
-from krul_sglang.demo.conversations import load_conversations
-from krul_sglang.demo.player import Player
-from krul_sglang.demo.server import ServerProcess
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.gpu.stage import LeftOut, Setting, Stage
 from tests.support.scenario import (
@@ -118,10 +118,10 @@ def queries_are_recorded_inside_graphs(setting: Setting) -> dict[str, Any]:
 
 
 def demo(setting: Setting) -> dict[str, Any]:
-    """``krul-sglang demo``: the same prompts to three servers; its verdict decides."""
+    """The demo: the same prompts to three servers; its verdict decides."""
     path = setting.folder / "demo.json"
     model = "bundled" if setting.model is None else setting.model
-    command = [sys.executable, "-m", "krul_sglang.cli", "demo", "--json", str(path), "--model-path", model]
+    command = [sys.executable, "-m", "demo", "--json", str(path), "--model-path", model]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, (finished.stdout + finished.stderr)[-4000:]
     summary: dict[str, Any] = json.loads(path.read_text())["summary"]

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from demo.environment import git_revision
 from krul_backend.device import Device
-from krul_sglang.demo.environment import git_revision
 from krul_sglang.json_file import write_json
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from krul_sglang.demo import server
-from krul_sglang.demo.server import ServerProcess
+from demo import server
+from demo.server import ServerProcess
 from krul_sglang.reasons import REASONS
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import Played, play_all

@@ -16,9 +16,9 @@ import pytest
 from huggingface_hub import constants
 from transformers import AutoTokenizer
 
+from demo.server import ServerProcess
 from krul_backend.codec.subspace.bases import ModelBases, older_path, replace_bases
 from krul_backend.daemon.client.admin import AdminClient
-from krul_sglang.demo.server import ServerProcess
 from krul_sglang.learning import command
 from krul_sglang.learning.background import (
     BackgroundLearningError,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
+from demo.app import BUNDLED_CONVERSATIONS
+from demo.conversations import load_conversations
+from demo.server import ServerProcess
 from krul_sglang.cli.chat import Talk
+from krul_sglang.cli.timed_answer import TurnResult
 from krul_sglang.config import KrulConfig
-from krul_sglang.demo.conversations import load_conversations
-from krul_sglang.demo.player import TurnResult
-from krul_sglang.demo.server import ServerProcess
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, krul_stats, recall_facts
 

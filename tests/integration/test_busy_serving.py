@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from krul_sglang.demo.server import ServerProcess
+from demo.server import ServerProcess
 from krul_sglang.learning.command import learn_to_files
 from krul_sglang.models.checkpoint import Checkpoint
 from tests.support.forked_server import ForkedServer

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from demo.app import BUNDLED_CONVERSATIONS
+from demo.conversations import load_conversations
+from demo.server import ServerProcess, start_servers, stop_servers
 from krul_backend.codec.subspace.bases import replace_bases
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
-from krul_sglang.demo.conversations import load_conversations
-from krul_sglang.demo.server import ServerProcess, start_servers, stop_servers
 from krul_sglang.learning.bases import LearningPlan, learn_bases
 from krul_sglang.learning.command import cut_pieces, own_texts
 from krul_sglang.learning.reader import TextReader

@@ -12,8 +12,8 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from demo.server import find_free_port
 from krul_backend.daemon.server.metrics import DaemonMetrics
-from krul_sglang.demo.server import find_free_port
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import POOL_TOKENS, ask, push_out, random_prompt, small_krul_server_args
 from tests.support.stats_builders import make_daemon_stats, make_store_stats

@@ -1,4 +1,4 @@
-"""``krul-sglang demo`` from end to end: three real servers, the bundled model and its conversations."""
+"""The demo from end to end: three real servers, the bundled model and its conversations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def demo(folder: Path) -> subprocess.CompletedProcess[str]:
     """One run, with all files that it can write."""
     command = [
-        *with_forked_servers("krul_sglang.cli", "demo", "--model-path", "bundled"),
+        *with_forked_servers("demo", "--model-path", "bundled"),
         *("--num-conversations", str(CONVERSATIONS), "--turns", str(TURNS)),
         *("--json", str(folder / "kept.json"), "--raw", str(folder / "raw.json")),
         *("--figure", str(folder / "demo.png")),

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from demo.server import ServerProcess
 from krul_sglang import __version__
 from krul_sglang.adapter.hook_targets import SUPPORTED_SGLANG
-from krul_sglang.demo.server import ServerProcess
 from tests.support.scenario import small_krul_server_args
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.demo.server import ServerProcess, krul_states, wait_for_saves
+from demo.server import ServerProcess, krul_states, wait_for_saves
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     POOL_TOKENS,

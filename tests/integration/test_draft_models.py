@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from demo.server import ServerProcess
 from krul_sglang.cli.selftest import SelftestConfig, run_selftest
-from krul_sglang.demo.server import ServerProcess
 from tests.support.daemon_process import running_daemon
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (

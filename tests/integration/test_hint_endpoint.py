@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from demo.server import find_free_port
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.daemon.server import hint_endpoint
 from krul_backend.daemon.server.hint_endpoint import HintEndpoint
 from krul_backend.daemon.server.status_page import MAX_AGE_S, StatusPage
 from krul_backend.errors import HintError
 from krul_backend.tiers.common.hint import Hint, SessionName
-from krul_sglang.demo.server import find_free_port
 from krul_sglang.hints import AsyncHintClient, HintClient, HintsUnreachableError, tenant_of
 from tests.support.daemon_process import running_daemon, start_daemon
 from tests.support.stats_builders import make_daemon_stats, make_store_stats

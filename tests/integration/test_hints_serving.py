@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from demo.server import ServerProcess, find_free_port
 from krul_backend.daemon.client.admin import AdminClient
-from krul_sglang.demo.server import ServerProcess, find_free_port
 from krul_sglang.hints import HintClient, tenant_of
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from demo.server import ServerProcess
 from krul_sglang.cli.why import fetch_reasons
-from krul_sglang.demo.server import ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     POOL_TOKENS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.demo.server import ServerError, ServerProcess
+from demo.server import ServerError, ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     NUM_TURNS,

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from test_bundled_model import host_tokens, run_example
 
+from demo.server import ServerProcess, find_free_port, start_servers, stop_servers
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError
@@ -27,7 +28,6 @@ from krul_backend.tiers.dram.arena import Arena
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
 from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S
 from krul_backend.tiers.mooncake.stored_object import ROOT as EPOCH_ROOT
-from krul_sglang.demo.server import ServerProcess, find_free_port, start_servers, stop_servers
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.crash.conversations import model_of
 from tests.crash.conversing import check, converse

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from demo.server import find_free_port
 from krul_sglang.config import KrulConfig
-from krul_sglang.demo.server import find_free_port
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import POOL_TOKENS, small_krul_server_args
 

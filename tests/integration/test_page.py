@@ -16,13 +16,13 @@ from typing import NamedTuple
 import pytest
 from PIL import Image
 
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
+from demo.app import BUNDLED_CONVERSATIONS
+from demo.conversations import Conversation, load_conversations
+from demo.player import Player
+from demo.server import ServerProcess, find_free_port
 from krul_sglang.cli.server_client import open_client
 from krul_sglang.cli.top import ask as ask_once
 from krul_sglang.cli.top import draw
-from krul_sglang.demo.conversations import Conversation, load_conversations
-from krul_sglang.demo.player import Player
-from krul_sglang.demo.server import ServerProcess, find_free_port
 from krul_sglang.learning.command import learn_to_files
 from krul_sglang.models.checkpoint import Checkpoint
 from krul_sglang.models.find import REFERENCE_MODEL

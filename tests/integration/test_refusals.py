@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from krul_sglang.demo.server import default_device_args, find_free_port
+from demo.server import default_device_args, find_free_port
 from tests.support.scenario import KRUL
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from demo.conversations import Conversation, UserTurn
+from demo.player import Player
+from demo.server import ServerError, ServerProcess, find_free_port, start_servers
 from krul_sglang.cli import selftest
 from krul_sglang.cli.server_client import CannotRunError
-from krul_sglang.demo.conversations import Conversation, UserTurn
-from krul_sglang.demo.player import Player, PlayError
-from krul_sglang.demo.server import ServerError, ServerProcess, find_free_port, start_servers
+from krul_sglang.cli.timed_answer import PlayError
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import play_chats
 from tests.support.tiny_model import build_tiny_model
@@ -154,7 +155,7 @@ def test_an_interrupted_demo_exits_with_130_and_leaves_no_process(tmp_path: Path
     conversations = tmp_path / "conversations.json"
     turns = [{"role": "user", "content": "The harbour of Lund is small. " * 9}] * 2
     conversations.write_text(json.dumps([{"messages": turns}] * 3))
-    command = [sys.executable, "-m", "krul_sglang.cli", "demo", "--model-path", str(model_path)]
+    command = [sys.executable, "-m", "demo", "--model-path", str(model_path)]
     with subprocess.Popen(
         [*command, "--conversations", str(conversations)],
         stdout=subprocess.PIPE,
@@ -171,7 +172,7 @@ def test_an_interrupted_demo_exits_with_130_and_leaves_no_process(tmp_path: Path
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    assert errors.splitlines()[-1] == "krul-sglang: error: interrupted"
+    assert errors.splitlines()[-1] == "demo: error: interrupted"
     assert names_left(tree, timeout_s=30) == []
 
 
@@ -183,7 +184,7 @@ def test_a_killed_parent_leaves_no_process(tmp_path: Path, end: signal.Signals) 
         textwrap.dedent(
             """
             import sys, time
-            from krul_sglang.demo.server import ServerProcess
+            from demo.server import ServerProcess
 
             stubborn = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
             command = f"import subprocess,sys,time; subprocess.Popen([sys.executable,'-c',{stubborn!r}]);"

@@ -15,9 +15,9 @@ import httpx
 import psutil
 import pytest
 
+from demo.server import ServerProcess
 from krul_sglang.cli.doctor import check_server
 from krul_sglang.cli.why import fetch_reasons, pieces_of, sentences
-from krul_sglang.demo.server import ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     KRUL,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from krul_sglang.demo.server import ServerProcess
+from demo.server import ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     PAGE_SIZE,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.demo.server import ServerProcess
+from demo.server import ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     POOL_TOKENS,

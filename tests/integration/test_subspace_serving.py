@@ -16,12 +16,12 @@ import krul_sglang
 from benchmarks.serving.configuration import Configuration
 from benchmarks.serving.divergence import ComparedTurn, Predictions, ask_and_compare, divergences, predictions
 from benchmarks.serving.servers import Server
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
+from demo.app import BUNDLED_CONVERSATIONS
+from demo.conversations import Conversation, load_conversations
+from demo.player import Player
+from demo.server import ServerProcess
+from demo.sizing import load_token_encoder
 from krul_sglang.config import KrulConfig
-from krul_sglang.demo.conversations import Conversation, load_conversations
-from krul_sglang.demo.player import Player
-from krul_sglang.demo.server import ServerProcess
-from krul_sglang.demo.sizing import load_token_encoder
 from krul_sglang.engine.budget.correction import HISTORIES_TO_LOOSEN, kind_of_text
 from krul_sglang.learning.command import NUM_PIECES, cut_pieces, learn_to_files, own_texts
 from krul_sglang.models.checkpoint import Checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from krul_sglang.demo.server import ServerProcess
+from demo.server import ServerProcess
 from tests.support.daemon_process import running_daemon
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (

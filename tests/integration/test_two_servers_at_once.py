@@ -15,11 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
+from demo.app import BUNDLED_CONVERSATIONS
+from demo.conversations import Conversation, load_conversations
+from demo.player import Player
+from demo.server import ServerProcess, start_servers, stop_servers
 from krul_backend.daemon.client.admin import AdminClient
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
-from krul_sglang.demo.conversations import Conversation, load_conversations
-from krul_sglang.demo.player import Player, TurnResult
-from krul_sglang.demo.server import ServerProcess, start_servers, stop_servers
+from krul_sglang.cli.timed_answer import TurnResult
 from krul_sglang.learning.command import learn_to_files
 from krul_sglang.models.checkpoint import Checkpoint
 from krul_sglang.models.find import REFERENCE_MODEL

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from krul_sglang.demo.server import ServerError, ServerProcess
+from demo.server import ServerError, ServerProcess
 from tests.support.daemon_process import running_daemon, start_daemon
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from krul_sglang.demo.server import ServerProcess
+from demo.server import ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     NUM_TURNS,

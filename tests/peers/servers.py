@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from krul_sglang.demo.server import default_device_args
+from demo.server import default_device_args
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import KRUL, STRICT
 

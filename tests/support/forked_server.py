@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from krul_sglang.demo.server import ServerProcess, default_device_args
+from demo.server import ServerProcess, default_device_args
 
 _ZYGOTE = Path(__file__).with_name("server_zygote.py")
 _PROGRAM = Path(__file__).with_name("program_with_forked_servers.py")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
-    from krul_sglang.demo import server
+    from demo import server
     from tests.support.forked_server import SOCKET, ForkedServer
 
     os.environ[SOCKET] = sys.argv[1]

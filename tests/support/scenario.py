@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from krul_sglang.cli.app import BUNDLED_CONVERSATIONS
-from krul_sglang.demo.conversations import Conversation, load_conversations
-from krul_sglang.demo.player import Player, TurnResult, play_order
-from krul_sglang.demo.server import ServerProcess, default_device_args, wait_for_saves
+from demo.app import BUNDLED_CONVERSATIONS
+from demo.conversations import Conversation, load_conversations
+from demo.player import Player, play_order
+from demo.server import ServerProcess, default_device_args, wait_for_saves
+from krul_sglang.cli.timed_answer import TurnResult
 
 KRUL = ("--radix-cache-backend", "krul")
 PAGE_SIZE = 16

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from krul_sglang.demo import supervisor
+from demo import supervisor
 
 MAX_REQUEST_BYTES = 1 << 17
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from demo import app as demo
+from demo.sizing import PoolSizes
 from krul_backend.errors import KrulError
 from krul_sglang.cli import app as cli
-from krul_sglang.demo.sizing import PoolSizes
 from krul_sglang.models.find import REFERENCE_MODEL, ModelError, find_model
 from tests.support.tiny_model import build_tiny_model
 
@@ -43,11 +44,15 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a server would have been started")
 
-    monkeypatch.setattr("krul_sglang.demo.run.run_demo", refuse)
+    monkeypatch.setattr("demo.run.run_demo", refuse)
 
 
 def run(*args: object) -> Result:
     return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+
+
+def run_demo(*args: object) -> Result:
+    return CliRunner().invoke(demo.app, [str(arg) for arg in args])
 
 
 def assert_one_line(result: Result, status: int, *parts: str) -> None:
@@ -55,7 +60,7 @@ def assert_one_line(result: Result, status: int, *parts: str) -> None:
     assert isinstance(result.exception, SystemExit | None), repr(result.exception)
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("krul-sglang: error: ")
+    assert lines[0].startswith(("krul-sglang: error: ", "demo: error: "))
     for part in parts:
         assert part in lines[0]
 
@@ -65,21 +70,25 @@ def assert_one_line(result: Result, status: int, *parts: str) -> None:
 )
 @pytest.mark.parametrize("value", ["0", "-3"])
 def test_numbers_must_be_positive(option: str, value: str) -> None:
-    assert_one_line(run("demo", option, value), 2, option, "greater than or equal to 1")
+    assert_one_line(run_demo(option, value), 2, option, "greater than or equal to 1")
 
 
 def test_a_number_must_be_one() -> None:
-    assert_one_line(run("demo", "--turns", "many"), 2, "--turns", "integer")
+    assert_one_line(run_demo("--turns", "many"), 2, "--turns", "integer")
 
 
-@pytest.mark.parametrize("args", [["bogus"], ["demo", "--bogus"], ["selftest"]])
+@pytest.mark.parametrize("args", [["bogus"], ["selftest"]])
 def test_unknown_commands_and_options_are_one_line_too(args: list[str]) -> None:
     assert_one_line(run(*args), 2)
 
 
+def test_an_unknown_option_of_the_demo_is_one_line_too() -> None:
+    assert_one_line(run_demo("--bogus"), 2)
+
+
 @pytest.mark.parametrize("size", ["", "lots", "-1GiB", "0", "12 parsecs"])
 def test_host_memory_must_be_a_size(size: str) -> None:
-    assert_one_line(run("demo", "--host-memory", size), 2, "--host-memory", "a positive size such as")
+    assert_one_line(run_demo("--host-memory", size), 2, "--host-memory", "a positive size such as")
 
 
 @pytest.mark.parametrize(
@@ -92,16 +101,16 @@ def test_host_memory_must_be_a_size(size: str) -> None:
     ],
 )
 def test_options_of_krul_are_checked_before_anything_starts(option: str, parts: tuple[str, ...]) -> None:
-    assert_one_line(run("demo", "--option", option), 2, *parts)
+    assert_one_line(run_demo("--option", option), 2, *parts)
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./missing", "../missing", "a/b/c", "~/missing-model"])
 def test_a_local_model_path_must_exist(path: str) -> None:
-    assert_one_line(run("demo", "--model-path", path), 2, f"--model-path {path} is not a directory")
+    assert_one_line(run_demo("--model-path", path), 2, f"--model-path {path} is not a directory")
 
 
 def test_a_model_directory_must_hold_a_model(tmp_path: Path) -> None:
-    assert_one_line(run("demo", "--model-path", tmp_path), 2, "has no config.json")
+    assert_one_line(run_demo("--model-path", tmp_path), 2, "has no config.json")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B"])
@@ -111,7 +120,7 @@ def test_hub_names_pass(name: str) -> None:
 
 def test_a_missing_reference_model_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("krul_sglang.models.find.REFERENCE_MODEL", tmp_path / "reference-model")
-    assert_one_line(run("demo", "--model-path", "bundled"), 2, "without reference-model", "--model-path")
+    assert_one_line(run_demo("--model-path", "bundled"), 2, "without reference-model", "--model-path")
 
 
 @pytest.mark.parametrize("has_model", [True, False])
@@ -123,8 +132,8 @@ def test_without_a_network_the_bundled_model_is_named_where_there_is_one(
 
     monkeypatch.setattr("krul_sglang.models.find.make_smollm2", fail)
     if not has_model:
-        monkeypatch.setattr(cli, "REFERENCE_MODEL", tmp_path / "reference-model")
-    result = run("demo")
+        monkeypatch.setattr(demo, "REFERENCE_MODEL", tmp_path / "reference-model")
+    result = run_demo()
     assert_one_line(result, 2, "cannot be installed: no network")
     assert ("--model-path bundled needs no network" in result.stderr) == has_model
 
@@ -132,9 +141,9 @@ def test_without_a_network_the_bundled_model_is_named_where_there_is_one(
 @pytest.mark.parametrize(
     ("args", "model", "file"),
     [
-        ([], "smollm2", cli.CHATS),
-        (["--model-path", "smollm2"], "smollm2", cli.CHATS),
-        (["--model-path", "bundled"], str(REFERENCE_MODEL), cli.BUNDLED_CONVERSATIONS),
+        ([], "smollm2", demo.CHATS),
+        (["--model-path", "smollm2"], "smollm2", demo.CHATS),
+        (["--model-path", "bundled"], str(REFERENCE_MODEL), demo.BUNDLED_CONVERSATIONS),
     ],
 )
 def test_each_model_of_the_demo_has_its_conversations(
@@ -148,9 +157,9 @@ def test_each_model_of_the_demo_has_its_conversations(
         raise KrulError("stopped by the test")
 
     monkeypatch.setattr("krul_sglang.models.find.make_smollm2", lambda cache_dir, tell: Path("smollm2"))
-    monkeypatch.setattr("krul_sglang.demo.sizing.load_token_encoder", lambda model: (words, None))
-    monkeypatch.setattr("krul_sglang.demo.run.run_demo", stop_here)
-    assert_one_line(run("demo", *args), 1, "stopped by the test")
+    monkeypatch.setattr("demo.sizing.load_token_encoder", lambda model: (words, None))
+    monkeypatch.setattr("demo.run.run_demo", stop_here)
+    assert_one_line(run_demo(*args), 1, "stopped by the test")
     assert (arrived[0].model_path, arrived[0].conversations_path) == (model, str(file))
 
 
@@ -174,33 +183,31 @@ def test_conversations_must_have_the_right_shape(
     path = tmp_path / "file.json"
     if content is not None:
         path.write_text(content)
-    assert_one_line(run("demo", "--model-path", model_path, "--conversations", path), 2, str(path), problem)
+    assert_one_line(run_demo("--model-path", model_path, "--conversations", path), 2, str(path), problem)
 
 
 def test_a_pool_that_is_too_small_says_what_is_needed(model_path: Path, conversations: Path) -> None:
-    result = run(
-        "demo", "--model-path", model_path, "--conversations", conversations, "--device-tokens", "32"
-    )
+    result = run_demo("--model-path", model_path, "--conversations", conversations, "--device-tokens", "32")
     assert_one_line(result, 2, "--device-tokens 32 is too small", "at least")
 
 
 def test_a_pool_that_nothing_would_leave_is_refused(model_path: Path, conversations: Path) -> None:
-    result = run(
-        "demo", "--model-path", model_path, "--conversations", conversations, "--device-tokens", "99999"
+    result = run_demo(
+        "--model-path", model_path, "--conversations", conversations, "--device-tokens", "99999"
     )
     assert_one_line(result, 2, "nothing would leave it")
 
 
 def test_a_conversation_longer_than_the_context_is_refused(model_path: Path, conversations: Path) -> None:
-    result = run("demo", "--model-path", model_path, "--conversations", conversations, "--max-tokens", "2000")
+    result = run_demo("--model-path", model_path, "--conversations", conversations, "--max-tokens", "2000")
     assert_one_line(result, 2, "the model's context is 2048")
 
 
 def test_the_directory_of_the_json_file_must_exist(tmp_path: Path) -> None:
-    assert_one_line(run("demo", "--json", tmp_path / "no" / "out.json"), 2, "does not exist")
-    assert_one_line(run("demo", "--json", tmp_path), 2, "is a directory")
-    assert_one_line(run("demo", "--raw", tmp_path), 2, "--raw", "is a directory")
-    assert_one_line(run("demo", "--figure", tmp_path), 2, "--figure", "is a directory")
+    assert_one_line(run_demo("--json", tmp_path / "no" / "out.json"), 2, "does not exist")
+    assert_one_line(run_demo("--json", tmp_path), 2, "is a directory")
+    assert_one_line(run_demo("--raw", tmp_path), 2, "--raw", "is a directory")
+    assert_one_line(run_demo("--figure", tmp_path), 2, "--figure", "is a directory")
 
 
 def test_too_few_conversations_are_said_and_taken(
@@ -213,9 +220,9 @@ def test_too_few_conversations_are_said_and_taken(
         arrived.extend([config, pools, chosen, verbose])
         raise KrulError("stopped by the test")
 
-    monkeypatch.setattr("krul_sglang.demo.run.run_demo", stop_here)
+    monkeypatch.setattr("demo.run.run_demo", stop_here)
     many = ["--conversations", conversations, "--num-conversations", 5, "--turns", 1, "--verbose"]
-    result = run("demo", "--model-path", model_path, *many, "--max-tokens", 500, "--server-arg=--tp=2")
+    result = run_demo("--model-path", model_path, *many, "--max-tokens", 500, "--server-arg=--tp=2")
     assert_one_line(result, 1, "stopped by the test")
     assert "has only 2 usable conversations: all are taken" in result.stdout
     config, pools, chosen, verbose = arrived
@@ -231,8 +238,8 @@ def test_an_interrupt_exits_with_130(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("krul_sglang.demo.run.run_demo", interrupt)
-    result = run("demo", "--model-path", model_path, "--conversations", conversations, "--max-tokens", "500")
+    monkeypatch.setattr("demo.run.run_demo", interrupt)
+    result = run_demo("--model-path", model_path, "--conversations", conversations, "--max-tokens", "500")
     assert_one_line(result, 130, "interrupted")
 
 
@@ -245,8 +252,8 @@ def test_an_error_that_follows_an_interrupt_is_the_interrupts(
         raise KrulError("half of it is gone")
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr("krul_sglang.demo.run.run_demo", interrupt)
-    result = run("demo", "--model-path", model_path, "--conversations", conversations, "--max-tokens", "500")
+    monkeypatch.setattr("demo.run.run_demo", interrupt)
+    result = run_demo("--model-path", model_path, "--conversations", conversations, "--max-tokens", "500")
     assert_one_line(result, 130, "interrupted")
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -290,9 +297,10 @@ def test_models_that_no_package_brings_are_named_as_unknown() -> None:
 
 def test_help_and_version_load_nothing_heavy() -> None:
     program = (
-        "import sys; from typer.testing import CliRunner; from krul_sglang.cli import app as cli;"
-        "commands = (['--help'], ['demo', '--help'], ['--version'], []);"
-        "results = [CliRunner().invoke(cli.app, command) for command in commands];"
+        "import sys; from typer.testing import CliRunner; from demo.app import app as demo;"
+        "from krul_sglang.cli.app import app;"
+        "commands = (app, ['--help']), (demo, ['--help']), (app, ['--version']), (app, []);"
+        "results = [CliRunner().invoke(*command) for command in commands];"
         "heavy = {'torch', 'sglang', 'openai', 'transformers', 'httpx'} & set(sys.modules);"
         "assert [r.exit_code for r in results] == [0, 0, 0, 0], [r.output for r in results];"
         "assert 'selftest' in results[0].output and 'selftest' in results[3].output;"

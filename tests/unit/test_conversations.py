@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.demo.conversations import Conversation, ConversationError, UserTurn, load_conversations
-from krul_sglang.demo.player import play_order
-from krul_sglang.demo.sizing import SizingError, conversation_tokens, needed_pool_tokens, plan_pools
+from demo.conversations import Conversation, ConversationError, UserTurn, load_conversations
+from demo.player import play_order
+from demo.sizing import SizingError, conversation_tokens, needed_pool_tokens, plan_pools
 
 
 def write(tmp_path: Path, document: Any) -> Path:

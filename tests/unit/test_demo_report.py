@@ -12,20 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from krul_sglang.demo.conversations import Conversation, UserTurn
-from krul_sglang.demo.player import TurnResult
-from krul_sglang.demo.report import (
-    LiveReporter,
-    PlainReporter,
-    draw_demo,
-    make_reporter,
-    print_result,
-    shortened,
-)
-from krul_sglang.demo.result import SERVERS, Row, make_rounds, make_row, summarize, verdict
-from krul_sglang.demo.run import DemoConfig, DemoResult, server_args
-from krul_sglang.demo.server import StoredAmounts, krul_states, stored_amounts
-from krul_sglang.demo.sizing import PoolSizes
+from demo.conversations import Conversation, UserTurn
+from demo.report import LiveReporter, PlainReporter, draw_demo, make_reporter, print_result, shortened
+from demo.result import SERVERS, Row, make_rounds, make_row, summarize, verdict
+from demo.run import DemoConfig, DemoResult, server_args
+from demo.server import StoredAmounts, krul_states, stored_amounts
+from demo.sizing import PoolSizes
+from krul_sglang.cli.timed_answer import TurnResult
 from krul_sglang.json_file import write_json
 
 CONVERSATION = Conversation("ada", (UserTurn("The code is 4821."), UserTurn("Which code?", "4821", "recall")))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.demo import run
-from krul_sglang.demo.conversations import Conversation, UserTurn
-from krul_sglang.demo.player import PlayError, TurnResult
-from krul_sglang.demo.run import DemoConfig, DemoError, DemoResult, run_demo
-from krul_sglang.demo.server import ServerError, wait_for_saves
-from krul_sglang.demo.sizing import PoolSizes
+from demo import run
+from demo.conversations import Conversation, UserTurn
+from demo.run import DemoConfig, DemoError, DemoResult, run_demo
+from demo.server import ServerError, wait_for_saves
+from demo.sizing import PoolSizes
+from krul_sglang.cli.timed_answer import PlayError, TurnResult
 
 CHATS = [Conversation(name, (UserTurn(f"{name} one?"), UserTurn(f"{name} two?"))) for name in ("ada", "bob")]
 POOLS = PoolSizes(device_tokens=512, reference_tokens=4096, longest_tokens=300, total_tokens=900)

@@ -171,7 +171,7 @@ def test_longer_dialogues_ramble_longer() -> None:
 
 
 def test_bundled_conversations_expect_values_that_were_stated_earlier() -> None:
-    path = Path(__file__).parents[2] / "krul_sglang" / "assets" / "conversations.json"
+    path = Path(__file__).parents[2] / "demo" / "conversations.json"
     conversations = json.loads(path.read_text())
     assert len(conversations) == 24
     assert len({conversation["id"] for conversation in conversations}) == 24

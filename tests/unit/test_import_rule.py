@@ -51,10 +51,9 @@ ARROWS: dict[str, set[str]] = {
         *("engine.budget", "engine.capture", "engine.common", "engine.restore", "engine.save"),
     },
     "config": {"codec", "planner", "strategy", "tiers.common"},
-    "demo": {"adapter", "config"},
     "cli": {
-        *("adapter", "config", "demo", "learning", "models", "sizing"),
-        *("daemon.client", "strategy", "tiers.common", "tiers.ssd"),
+        *("adapter", "config", "learning", "models", "sizing"),
+        *("daemon.client", "tiers.common", "tiers.ssd"),
     },
 }
 """The rooms, of both packages, and of which others each imports. Modules that lie in no room import of none,

@@ -30,9 +30,9 @@ from benchmarks.load.run import CONFIGURATIONS, choose_pools, choose_texts, most
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.conversations import cut_conversations
 from benchmarks.serving.rows import theoretical_hit_rate
-from krul_sglang.demo.conversations import Conversation, Message, UserTurn
-from krul_sglang.demo.player import TurnResult
-from krul_sglang.demo.sizing import PoolSizes
+from demo.conversations import Conversation, UserTurn
+from demo.sizing import PoolSizes
+from krul_sglang.cli.timed_answer import Message, TurnResult
 from krul_sglang.json_file import write_summary
 
 

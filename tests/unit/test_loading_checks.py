@@ -20,9 +20,10 @@ from krul_backend.errors import CodecError, TierReadError
 from krul_backend.tiers.common.interface import DRAM_TIER, Lease, SegmentSlice
 from krul_backend.tiers.common.lower_tier import TailRead
 from krul_backend.tiers.common.read_queue import ReadPriority, of_a_load
-from krul_sglang.engine.restore import loading
+from krul_sglang.engine.restore import link, loading
+from krul_sglang.engine.restore.link import Link
 from krul_sglang.engine.restore.load_batch import Load, LoadFailedError
-from krul_sglang.engine.restore.loading import LayerWiseLoader, Link
+from krul_sglang.engine.restore.loading import LayerWiseLoader
 from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support.engine_builders import PATIENCE_S, make_load
 from tests.support.fake_tier import FakeTier
@@ -338,14 +339,14 @@ def test_a_link_holds_loads_to_its_rate(monkeypatch: pytest.MonkeyPatch) -> None
         def sleep(seconds: float) -> None:
             slept.append(seconds)
 
-    monkeypatch.setattr(loading, "time", Clock)
-    link = Link(2.0)
-    link.carry(1_000_000)
+    monkeypatch.setattr(link, "time", Clock)
+    slow = Link(2.0)
+    slow.carry(1_000_000)
     # Behind the bytes before, of which half have passed.
     now_s = 100.25
-    link.carry(1_000_000)
+    slow.carry(1_000_000)
     now_s = 200.0
-    link.carry(500_000)
+    slow.carry(500_000)
     assert slept == pytest.approx([0.5, 0.75, 0.25])
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from krul_sglang.adapter import radix_cache
-from krul_sglang.adapter.radix_cache import MAX_LOOKED_UP_AHEAD, KrulLinkerWrapper, _PathEnd, _PendingTurn
+from krul_sglang.adapter import linker_wrapper
+from krul_sglang.adapter.linker_wrapper import MAX_LOOKED_UP_AHEAD, KrulLinkerWrapper, _PathEnd, _PendingTurn
 from krul_sglang.engine.save.turn import Turn
 from tests.support.segment_builders import MODEL
 
@@ -168,7 +168,7 @@ def test_many_that_come_at_once_are_looked_up_in_several_rounds() -> None:
 
 
 def test_few_long_prompts_are_looked_up_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(radix_cache, "MAX_LOOKED_UP_TOKENS", 250)
+    monkeypatch.setattr(linker_wrapper, "MAX_LOOKED_UP_TOKENS", 250)
     queue = Queue()
     waiting = [("a", 300), ("b", 100), ("c", 100), ("d", 100), ("e", 10)]
     assert queue.round(*waiting) == ("a",)

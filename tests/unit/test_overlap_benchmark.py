@@ -26,8 +26,8 @@ from benchmarks.serving.configuration import Configuration, ServingBenchmarkErro
 from benchmarks.simulate import hardware
 from benchmarks.tables import RESULTS
 from krul_backend.planner.planners import PLANNERS
+from krul_sglang.cli.timed_answer import TurnResult
 from krul_sglang.config import KrulConfig
-from krul_sglang.demo.player import TurnResult
 from krul_sglang.traced_restore import TracedRestore
 
 RECORDED: dict[str, Any] = {

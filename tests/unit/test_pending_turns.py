@@ -17,13 +17,9 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from krul_sglang.adapter import radix_cache
-from krul_sglang.adapter.radix_cache import (
-    WEIGHTS_WAIT_S,
-    WORTH_WAITING_SHARE,
-    KrulLinkerWrapper,
-    KrulRadixCache,
-)
+from krul_sglang.adapter import linker_wrapper
+from krul_sglang.adapter.linker_wrapper import WEIGHTS_WAIT_S, WORTH_WAITING_SHARE, KrulLinkerWrapper
+from krul_sglang.adapter.radix_cache import KrulRadixCache
 from krul_sglang.engine.common.asking import DaemonPatience
 from krul_sglang.engine.common.step_times import StepTimes
 from krul_sglang.engine.save.turn import Turn
@@ -64,7 +60,7 @@ class BusyTree:
     takes what ``victims`` say."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(radix_cache, "owner_of", lambda req, hints: None)
+        monkeypatch.setattr(linker_wrapper, "owner_of", lambda req, hints: None)
         self.here: dict[str, int] = {}
         self.events: list[str] = []
         self.victims: dict[str, int] = {}

@@ -187,7 +187,7 @@ def test_recalls_nothing_without_history(model: Any, tokenizer: Tokenizer) -> No
 
 
 def test_bundled_conversations_are_those_of_the_generator(tokenizer: Tokenizer, chat_tokenizer: Any) -> None:
-    bundled = json.loads((ASSETS / "conversations.json").read_text())
+    bundled = json.loads((ASSETS.parents[1] / "demo" / "conversations.json").read_text())
     assert bundled == write_conversations(tokenizer, "bundled", 24)
     roles = {"human": "user", "gpt": "assistant"}
     for conversation in bundled:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from krul_sglang.adapter.radix_cache import KrulLinkerWrapper
+from krul_sglang.adapter.linker_wrapper import KrulLinkerWrapper
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from krul_backend.planner.interface import ComputeCost, RestoreCosts, TierCost
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.restore import restore_forward
 from krul_sglang.engine.restore.heads import Head
+from krul_sglang.engine.restore.layer_waits import LayerWaits
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch, LoadFailedError
-from krul_sglang.engine.restore.loading import LayerWaits
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_trace import TraceLog
 from tests.support.engine_builders import (

@@ -39,10 +39,10 @@ from benchmarks.serving.rows import hit_rate_by_tier, of_tiers, ratios, row, sum
 from benchmarks.serving.servers import Counts, Server
 from benchmarks.serving.tables import COLUMNS, rows_table
 from benchmarks.tables import RESULTS
-from krul_sglang.demo.conversations import Conversation, Message, UserTurn
-from krul_sglang.demo.player import TurnResult
-from krul_sglang.demo.sizing import SizingError
-from krul_sglang.demo.sizing import plan_pools as plan_pools_of_conversations
+from demo.conversations import Conversation, UserTurn
+from demo.sizing import SizingError
+from demo.sizing import plan_pools as plan_pools_of_conversations
+from krul_sglang.cli.timed_answer import Message, TurnResult
 from krul_sglang.json_file import write_summary
 
 

@@ -22,7 +22,8 @@ from benchmarks.serving.divergence import (
 from benchmarks.serving.servers import Server
 from benchmarks.serving.tables import turns_table
 from benchmarks.tables import RESULTS
-from krul_sglang.demo.conversations import Conversation, Message, UserTurn
+from demo.conversations import Conversation, UserTurn
+from krul_sglang.cli.timed_answer import Message
 
 VOCABULARY = 50
 

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 50_460),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_620),
+    "product": (PRODUCT, 48_700),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_650),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_195,
@@ -27,6 +27,7 @@ LIMITS = {
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
         16_660,
     ),
+    "demo": (("demo",), 1_840),
     "benchmarks": (("benchmarks",), 10_560),
     "tests": (("tests",), 64_500),
     "tests/support": (("tests/support",), 6_180),
@@ -50,7 +51,7 @@ def num_classes(folders: Iterable[str]) -> int:
 def page_rows() -> dict[str, str]:
     """The limits that the page shows, by part."""
     rows = (line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| "))
-    return {cells[1].strip(): cells[2].strip() for cells in rows if len(cells) == 4}
+    return {cells[1].strip(): cells[2].strip() for cells in rows if len(cells) == 5}
 
 
 @pytest.mark.parametrize("part", LIMITS)

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
 from benchmarks.serving.servers import make_server
 from benchmarks.serving.slow_ssd import Link, SlowDisk
+from demo.sizing import PoolSizes
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
-from krul_sglang.demo.sizing import PoolSizes
 
 MIB = 1 << 20
 POOLS = PoolSizes(device_tokens=512, reference_tokens=4096, longest_tokens=400, total_tokens=2000)

@@ -6,8 +6,9 @@ The adapter calls it for waiting requests, and around the engine's forward for t
 
 from krul_sglang.engine.restore.draft_loads import DraftLoads
 from krul_sglang.engine.restore.heads import Head, RunHeads
+from krul_sglang.engine.restore.link import Link
 from krul_sglang.engine.restore.load_batch import Load, LoadBatch
-from krul_sglang.engine.restore.loading import MAX_STAGED_BYTES, LayerWiseLoader, Link, LoadCounters
+from krul_sglang.engine.restore.loading import MAX_STAGED_BYTES, LayerWiseLoader, LoadCounters
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_path import HeadProof, RestoreMode, RestorePath
 from krul_sglang.engine.restore.restore_planning import DecodeCosts, RestorePlanning

@@ -224,3 +224,24 @@ class LeaseFinder:
             self.store.release(lease)
             return None
         return HeldLease(run, moved.page_keys, lambda: moved.token_ids, lease, self.clock(), moved=moved)
+
+
+class Room:
+    """Adds up the bytes of segments, each counted once, up to a limit. What comes first may exceed it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._segments: dict[Hashable, int] = {}
+
+    def fits(self, segments: SegmentBytes) -> bool:
+        more = self._more(segments)
+        return not more or not self._num_bytes or self._num_bytes + more <= self._max_bytes
+
+    def add(self, segments: SegmentBytes) -> None:
+        self._num_bytes += self._more(segments)
+        for key, num_bytes in segments.items():
+            self._segments[key] = max(num_bytes, self._segments.get(key, 0))
+
+    def _more(self, segments: SegmentBytes) -> int:
+        return sum(max(0, num_bytes - self._segments.get(key, 0)) for key, num_bytes in segments.items())

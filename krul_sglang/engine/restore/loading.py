@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,8 @@ from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.block_checks import BlockChecks, DamagedBlockError
 from krul_sglang.engine.restore.draft_loads import DraftLoads
+from krul_sglang.engine.restore.layer_waits import LayerWaits
+from krul_sglang.engine.restore.link import Link
 from krul_sglang.engine.restore.load_batch import LayerTimes, Load, LoadBatch
 from krul_sglang.engine.restore.segment_reader import SegmentReader
 from krul_sglang.engine.restore.state_loads import StateLoads
@@ -53,48 +54,6 @@ class LoadCounters:
     dram_tokens: int = 0
     num_bytes: int = 0
     failed_batches: int = 0
-
-
-class LayerWaits:
-    """Makes forwards wait for loads: SGLang's pool calls ``wait_until`` before it hands out a layer's KV.
-
-    On a GPU the current stream waits, on a CPU the thread. ``layer_ids``: the numbers that SGLang has for the
-    layers.
-    """
-
-    def __init__(self, num_layers: int, layer_ids: Sequence[int] | None = None) -> None:
-        self.num_layers = num_layers
-        numbers = range(num_layers) if layer_ids is None else layer_ids
-        self._index_of = {number: index for index, number in enumerate(numbers)}
-        self.consumer_index = -1
-        self.batches: dict[int, LoadBatch] = {}
-
-    def set_consumer(self, index: int) -> None:
-        self.consumer_index = index
-
-    def wait_until(self, layer: int) -> None:
-        """Raises LoadFailedError through the forward that asks; whoever called the forward handles it."""
-        batch = self.batches.get(self.consumer_index)
-        if batch is not None:
-            batch.wait_layer(self._index_of[layer])
-
-
-class Link:
-    """Lets loads into the pool take as long as they would through a slower bus, or a network: for
-    measurements on a machine whose memory is faster than these. For one thread.
-
-    ``mbs``: in 1e6 bytes per second.
-    """
-
-    def __init__(self, mbs: float) -> None:
-        self.byte_s = 1e-6 / mbs
-        self._free_from_s = 0.0
-
-    def carry(self, num_bytes: int) -> None:
-        """Wait until so many bytes have passed, after those before."""
-        now_s = time.monotonic()
-        self._free_from_s = max(self._free_from_s, now_s) + num_bytes * self.byte_s
-        time.sleep(max(0.0, self._free_from_s - now_s))
 
 
 class LayerWiseLoader:

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from krul_sglang.engine.restore.held_lease import (
     KeyRun,
     LeaseFinder,
     PlanAhead,
-    SegmentBytes,
+    Room,
     Tails,
     num_bytes_of,
     whole_segments,
@@ -40,27 +40,6 @@ RETRY_MISS_S = 1.0
 UNCLAIMED_S = 1.0
 """Seconds after which a lease goes back that was granted too late for its round, or not on every rank, unless
 its request is looked up again or waits in the queue."""
-
-
-class _Room:
-    """Adds up the bytes of segments, each counted once, up to a limit. What comes first may exceed it."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._segments: dict[Hashable, int] = {}
-
-    def fits(self, segments: SegmentBytes) -> bool:
-        more = self._more(segments)
-        return not more or not self._num_bytes or self._num_bytes + more <= self._max_bytes
-
-    def add(self, segments: SegmentBytes) -> None:
-        self._num_bytes += self._more(segments)
-        for key, num_bytes in segments.items():
-            self._segments[key] = max(num_bytes, self._segments.get(key, 0))
-
-    def _more(self, segments: SegmentBytes) -> int:
-        return sum(max(0, num_bytes - self._segments.get(key, 0)) for key, num_bytes in segments.items())
 
 
 class _RenewalRound:
@@ -432,7 +411,7 @@ class ReturningRequests:
 
     def _settle(self, now_s: float) -> None:
         """Prefetch for those that wait, in their order, and end leases that pin too much."""
-        room = _Room(self._max_ahead_bytes)
+        room = Room(self._max_ahead_bytes)
         renewals = _RenewalRound()
         # What has not been asked yet is asked in the order of now.
         for request in self._requests.values():

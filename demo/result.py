@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.player import TurnResult
-from krul_sglang.demo.server import StoredAmounts
+from demo.conversations import Conversation
+from demo.server import StoredAmounts
+from krul_sglang.cli.timed_answer import TurnResult, format_seconds
 from krul_sglang.json_file import quantiles
 
 ServerName = Literal["device", "recompute", "krul"]
@@ -235,7 +235,3 @@ def _with_and_without(seconds: dict[ServerName, Quantiles]) -> str:
 
 def _median(seconds: Quantiles) -> str:
     return format_seconds(seconds["median"])
-
-
-def format_seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1.0 else f"{1000 * seconds:.0f} ms"

@@ -11,9 +11,7 @@ import msgspec
 import orjson
 
 from krul_backend.errors import ConfigError
-
-Message = dict[str, str]
-"""One message of the OpenAI chat format: ``role`` and ``content``."""
+from krul_sglang.cli.timed_answer import Message
 
 _USER_ROLES = ("human", "user")
 _ASSISTANT_ROLES = ("gpt", "assistant", "chatgpt", "bing", "bard")

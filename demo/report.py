@@ -12,19 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from demo.result import SERVERS, Quantiles, Round, Row, ServerName, Summary, make_rounds
+from demo.run import DemoResult
+from demo.server import ServerProcess
 from krul_backend.atomic_file import replacing
-from krul_sglang.demo.result import (
-    SERVERS,
-    Quantiles,
-    Round,
-    Row,
-    ServerName,
-    Summary,
-    format_seconds,
-    make_rounds,
-)
-from krul_sglang.demo.run import DemoResult
-from krul_sglang.demo.server import ServerProcess
+from krul_sglang.cli.timed_answer import format_seconds
 
 _SHOWN: tuple[ServerName, ...] = ("recompute", "krul", "device")
 _COLOURS: dict[ServerName, str] = {"recompute": "yellow", "krul": "green", "device": "blue"}

@@ -15,22 +15,11 @@ from typing import Any, Protocol
 
 import orjson
 
-from krul_backend.errors import KrulError
-from krul_sglang.config import KrulConfig
-from krul_sglang.demo import environment
-from krul_sglang.demo.conversations import Conversation
-from krul_sglang.demo.player import Answers, Player, PlayError, TurnResult, play_order
-from krul_sglang.demo.result import (
-    SERVERS,
-    Row,
-    ServerName,
-    Summary,
-    make_rounds,
-    make_row,
-    summarize,
-    verdict,
-)
-from krul_sglang.demo.server import (
+from demo import environment
+from demo.conversations import Conversation
+from demo.player import Answers, Player, play_order
+from demo.result import SERVERS, Row, ServerName, Summary, make_rounds, make_row, summarize, verdict
+from demo.server import (
     KrulState,
     ServerProcess,
     default_device_args,
@@ -39,7 +28,10 @@ from krul_sglang.demo.server import (
     stored_amounts,
     wait_for_saves,
 )
-from krul_sglang.demo.sizing import PoolSizes, needed_pool_tokens
+from demo.sizing import PoolSizes, needed_pool_tokens
+from krul_backend.errors import KrulError
+from krul_sglang.cli.timed_answer import PlayError, TurnResult
+from krul_sglang.config import KrulConfig
 
 _LOG_INTERVAL_S = 0.3
 _MEMORY_SHARE = ("--mem-fraction-static", "0.7")

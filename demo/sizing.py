@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from demo.conversations import Conversation
 from krul_backend.errors import ConfigError
-from krul_sglang.demo.conversations import Conversation, Message
+from krul_sglang.cli.timed_answer import Message
 
 CountTokens = Callable[[list[Message]], int]
 """Number of prompt tokens of a list of messages, chat template included."""

@@ -1,0 +1,1 @@
+"""Plays conversations against SGLang with and without krul, and compares."""

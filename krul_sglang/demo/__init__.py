@@ -1,1 +1,0 @@
-"""``krul-sglang demo``: plays conversations against SGLang with and without krul, and compares."""
