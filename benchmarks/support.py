@@ -63,7 +63,10 @@ SERVED = (
         "tests/integration/test_latent_serving.py",
     ),
     Served("adapters (--lora-paths), by whole loads", "tests/integration/test_adapters.py"),
-    Served("images: Qwen2-VL (random weights), by whole loads", "tests/integration/test_images.py"),
+    Served(
+        "images: Qwen2-VL; sounds: Qwen2-Audio (random weights), by whole loads",
+        "tests/integration/test_images_and_sounds.py",
+    ),
     Served(
         "sliding windows: Mellum, whose windows have a pool of their own, by whole loads up to the ends of "
         "turns and of prompts; Gemma-3, and with --disable-hybrid-swa-memory others, up to any page (random "
@@ -129,7 +132,7 @@ UNTESTED = (
     Untested(
         "MoE: --ep-size, --moe-a2a-backend, --enable-eplb, --moe-dp-size, --dwdp-size", "the same proof"
     ),
-    Untested("videos and sounds, and other vision models", "SGLang names them in the token ids like images"),
+    Untested("videos, and other models that see or hear", "SGLang names them in the token ids like images"),
     Untested("adapters that are loaded while the server runs", "each has an id that nothing else has"),
     Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
     Untested(

@@ -310,7 +310,8 @@ def assert_nothing_left_behind(server: ServerProcess, failed_batches: int = 0) -
     # The idle check of SGLang (strict here) has run by now: a leak would have ended the server.
     ask(server, random_prompt("alive", 20), max_new_tokens=1)
     settled_stats(server)
-    log = server.log_text()
+    # Without FFmpeg SGLang reads sounds by another library, and quotes why.
+    log = re.sub("torchcodec AudioDecoder failed.*?falling back", "", server.log_text(), flags=re.DOTALL)
     for sign in ("memory leak", "use-after-free", "double free", "Traceback"):
         assert sign not in log, sign
 

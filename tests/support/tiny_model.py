@@ -402,6 +402,43 @@ def build_vision_model(path: Path) -> Path:
     return path
 
 
+SOUND_TOKENS = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
+
+
+def build_audio_model(path: Path) -> Path:
+    """As ``build_tiny_model``: a Qwen2-Audio with its processor, which makes 25 tokens of a second."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import (
+        AutoTokenizer,
+        Qwen2AudioConfig,
+        Qwen2AudioForConditionalGeneration,
+        Qwen2AudioProcessor,
+        WhisperFeatureExtractor,
+    )
+
+    weights_of = path / "model.safetensors"
+    shape = _shape_with_tokenizer(
+        path, 512, 256, 4, 4, 2, 8192, 0.08, special_tokens=(*SPECIAL_TOKENS, *SOUND_TOKENS)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    encoder = {"d_model": 64, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 128}
+    config = Qwen2AudioConfig(
+        text_config={"model_type": "qwen2", **shape},
+        # As its published ones: 30 seconds, of 100 spectra each.
+        audio_config={**encoder, "num_mel_bins": 128, "max_source_positions": 1500, "init_std": 0.08},
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2AudioForConditionalGeneration(config).save_pretrained(path)
+    # SGLang reads the names that published ones have, not those that transformers writes.
+    weights = {name.replace(".model.model.", ".model."): each for name, each in load_file(weights_of).items()}
+    save_file(weights, weights_of)
+    Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=128), tokenizer).save_pretrained(path)
+    return path
+
+
 def _shape_with_tokenizer(
     path: Path,
     vocab_size: int,
