@@ -18,8 +18,9 @@ from krul_backend.tiers.common.interface import Block, block_checksums
 from krul_backend.tiers.common.lower_tier import TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import no_checksums
+from krul_backend.tiers.mooncake import tier as tier_module
 from krul_backend.tiers.mooncake.cluster_connection import TimedCalls
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions, ObjectPart
 from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S, MAX_POINTERS, decode_object, encode_object
 from krul_backend.tiers.mooncake.tier import MooncakeTier
 from tests.support.fake_object_store import FakeCluster, FakeObjectStore
@@ -239,6 +240,89 @@ def test_the_description_is_written_after_the_blocks_and_the_pointer_last(
     assert len(probes) == 2
     assert [key.rsplit("/", 1)[1] for key in puts if key not in probes] == ["0", "1", "m", "0"]
     assert "/f/c/0/" in puts[-1]
+
+
+def test_the_blocks_of_a_segment_are_written_and_read_in_batches(
+    host: Host, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read: the first layer that has bytes, then as many layers as one call may ask for; of all segments."""
+    monkeypatch.setattr(tier_module, "_BATCH_BYTES", 400)
+    tier, model = host(), make_model(num_layers=6)
+    manifests = [
+        make_manifest("c", page, page + 1, (100, 40, 100, 100, 240, 20), range_bytes=20) for page in (0, 1)
+    ]
+    stored = [put(tier, manifest) for manifest in manifests]
+    runs = match(tier, page_keys("c", 0, 2), model=model)
+    assert cluster.batches == [run.segment.block_keys for run in runs]
+    for sizes, calls in (
+        ((100, 40, 100, 100, 240, 20), ["0", "12", "3", "4", "5"]),
+        ((0, 40, 100, 100, 100, 20), ["1", "23", "45"]),
+        ((20,) * 6, ["0", "12345"]),
+        ((0,) * 6, []),
+    ):
+        cluster.batches.clear()
+        tails = Tails(runs, [sizes] * 2)
+        tier.fetch(tails.reads)
+        assert tails.order == [(number, layer) for layer in range(6) for number in range(2)]
+        asked = ["".join(key.rsplit("/", 1)[1] for key in batch) for batch in cluster.batches]
+        assert asked == ["".join(layer * 2 for layer in call) for call in calls]
+        for blocks, whole in zip(tails.blocks, stored, strict=True):
+            for block, right in zip(blocks, whole, strict=True):
+                np.testing.assert_array_equal(block, right[right.nbytes - block.nbytes :])
+
+
+def test_the_cost_is_that_of_blocks_that_are_read_together(
+    host: Host, cluster: FakeCluster, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planner adds up the costs of blocks: of 40 that come in two calls none costs a call."""
+    tier = host()
+    put(tier, make_manifest("c", 0, 1, (100,) * 40))
+    (run,) = match(tier, page_keys("c", 0, 1), model=make_model(num_layers=40))
+    get_into = FakeObjectStore.get_into
+
+    def slow_get_into(store: FakeObjectStore, parts: Sequence[ObjectPart]) -> list[bool]:
+        clock.now_s += 0.01
+        return get_into(store, parts)
+
+    monkeypatch.setattr(FakeObjectStore, "get_into", slow_get_into)
+    for _ in range(40):
+        fetch(tier, run)
+    assert tier.load_s(run.segment.manifest) == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_segment_of_which_an_object_fails_is_not_announced(
+    host: Host, cluster: FakeCluster, clock: Clock
+) -> None:
+    """The others stay; the next attempt completes them."""
+    tier = host()
+    put(tier, make_manifest("first", 0, 1, SIZES))
+    cluster.failing = ("/0",)
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    assert (tier.stats().failed_writes, tier.stats().is_suspended) == (1, True)
+    assert len(cluster.names("/f/")) == 1
+    assert match(host(), page_keys("c", 0, 3)) == ()
+    cluster.failing = ()
+    clock.now_s += 31
+    blocks = put(tier, make_manifest("c", 0, 3, SIZES))
+    (run,) = match(host(), page_keys("c", 0, 3))
+    assert all(np.array_equal(a, b) for a, b in zip(fetch(tier, run)[0], blocks, strict=True))
+
+
+def test_a_segment_that_another_host_is_writing_is_not_announced(host: Host, cluster: FakeCluster) -> None:
+    """Mooncake says of an object that is half written that it is stored."""
+    tier = host()
+    put(tier, make_manifest("first", 0, 1, SIZES))
+    cluster.half_written = ("/1",)
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    stats = tier.stats()
+    assert (stats.failed_writes, stats.written_segments, stats.is_suspended) == (1, 1, False)
+    assert len(cluster.names("/f/")) == 1
+    assert tier.find_missing(MODEL, page_keys("c", 0, 3)) == [range(3)]
+    # What the other one has written is left to it.
+    assert len(cluster.metadata_names()) == 2
+    cluster.half_written = ()
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    assert len(match(host(), page_keys("c", 0, 3))) == 1
 
 
 def test_a_damaged_or_foreign_object_is_a_miss(host: Host, cluster: FakeCluster) -> None:
@@ -551,7 +635,8 @@ def test_a_cluster_that_goes_down_ends_the_whole_fetch(host: Host, cluster: Fake
     tails.reads[1].landed = go_down
     with pytest.raises(TierReadError, match="cannot be read"):
         tier.fetch(tails.reads)
-    assert tails.order == [(0, 0), (1, 0)]
+    # The first layer of all three had come.
+    assert tails.order == [(0, 0), (1, 0), (2, 0)]
     assert tier.stats().is_suspended
 
 

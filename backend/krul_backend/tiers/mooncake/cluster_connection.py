@@ -8,7 +8,7 @@ import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from krul_backend.planner import TierCost
 from krul_backend.tiers.common.lower_tier import MeasuredCost, Suspension
@@ -79,15 +79,16 @@ class ClusterConnection:
             store.close()
 
 
-def seen_cost(cost: TierCost, num_bytes: int, took_s: float) -> TierCost:
-    """The cost that the read of one block shows: a large one tells the rate, a small one the latency.
+def seen_cost(cost: TierCost, sizes: Sequence[int], took_s: float) -> TierCost:
+    """The cost that a read of blocks shows: large ones tell the rate, small ones the latency of each.
 
     The probe of ``ClusterConnection`` may lie in this host's own part of the cluster, and then reads faster
     than blocks on other hosts do. These reads move the cost to what is true for them.
     """
-    if num_bytes >= _LEAST_RATE_NUM_BYTES:
-        return TierCost(cost.latency_s, max(took_s - cost.latency_s, 0.0) / num_bytes)
-    return TierCost(max(took_s - cost.byte_s * num_bytes, 0.0), cost.byte_s)
+    num_bytes, num_blocks = sum(sizes), len(sizes)
+    if num_bytes >= _LEAST_RATE_NUM_BYTES * num_blocks:
+        return TierCost(cost.latency_s, max(took_s - cost.latency_s * num_blocks, 0.0) / num_bytes)
+    return TierCost(max(took_s - cost.byte_s * num_bytes, 0.0) / num_blocks, cost.byte_s)
 
 
 def _measure(store: MooncakeClient) -> TierCost:

@@ -97,13 +97,14 @@ class ClusterWriter:
         place = f"{prefix}/s/{digest}"
         segment = StoredObject(prefix, place, manifest, item.checksums, confirmed_at_s=0.0)
         try:
-            for layer, block in enumerate(item.blocks):
-                if block.nbytes:
-                    store.put(segment.block_key(layer), block)
+            store.put_blocks(segment.block_keys, [block for block in item.blocks if block.nbytes])
             store.put(segment.metadata_key, metadata)
         except StoreFullError:
             store.remove([segment.metadata_key, *segment.block_keys])
             raise
+        if not store.have_all([segment.metadata_key, *segment.block_keys]):
+            # Another host is writing it, or Mooncake evicts already.
+            raise StoreFullError("an object of the segment is not there")
         if self._lookup.publish(store, prefix, manifest.page_keys[0], digest):
             self._counters.add(written_segments=1, written_bytes=manifest.num_bytes)
             segment.confirmed_at_s = self._clock()

@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,12 @@ from krul_backend.tiers.common.interface import Block
 # mooncake-store/include/types.h, ErrorCode.
 _NO_AVAILABLE_HANDLE = -200
 _INVALID_PARAMS = -600
+_REPLICA_IS_NOT_READY = -703
 _OBJECT_NOT_FOUND = -704
 _OBJECT_ALREADY_EXISTS = -705
+
+# An object that somebody is still writing cannot be read yet.
+_NOT_THERE = (_OBJECT_NOT_FOUND, _REPLICA_IS_NOT_READY)
 
 _PROBE_TIMEOUT_S = 0.5
 # When a host leaves, its part of the cluster is lost. With fewer hosts, Mooncake makes fewer copies.
@@ -100,6 +104,20 @@ def require_mooncake() -> Any:
         ) from error
 
 
+class ObjectPart(NamedTuple):
+    """What is read into ``block``: the end of an object of ``num_bytes``, or what is before the last
+    ``num_after`` bytes of it."""
+
+    key: str
+    block: Block
+    num_bytes: int
+    num_after: int = 0
+
+    @property
+    def start(self) -> int:
+        return self.num_bytes - self.num_after - self.block.nbytes
+
+
 class MooncakeClient:
     """Keeps objects of bytes by name, with ``mooncake.store.MooncakeDistributedStore``. Thread-safe.
 
@@ -142,18 +160,28 @@ class MooncakeClient:
         if arena is not None and self._store.register_buffer(arena.ctypes.data, arena.nbytes) == 0:
             self._arena_range = range(arena.ctypes.data, arena.ctypes.data + arena.nbytes)
 
-    def put(self, key: str, value: Block | bytes, *, is_pinned: bool = False) -> None:
+    def put(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
         """Store an object of at least one byte unless there is one of that name, which then stays as it is.
 
         ``is_pinned``: never evict it, and keep copies on several hosts. Raises ``StoreFullError``, too.
         """
-        config = self._pinned if is_pinned else self._replication
-        if isinstance(value, np.ndarray) and self._is_registered(value):
-            code = self._store.put_from(key, value.ctypes.data, value.nbytes, config)
-        else:
-            code = self._store.put(key, value, config)
+        code = self._store.put(key, value, self._pinned if is_pinned else self._replication)
         if code != _OBJECT_ALREADY_EXISTS:
             _check(code, f"put {key}")
+
+    def put_blocks(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
+        """As ``put``, for many objects. If it raises, any of them may be there.
+
+        Also if it does not, one may be missing that another client is still writing; see ``have_all``.
+        """
+        if all(map(self._is_registered, blocks)):
+            codes = self._store.batch_put_from(list(keys), *_places(blocks), self._replication)
+        else:
+            # One by one: ``put_batch`` does not say which of them it has stored.
+            codes = [self._store.put(*item, self._replication) for item in zip(keys, blocks, strict=True)]
+        for key, code in zip(keys, codes, strict=True):
+            if code != _OBJECT_ALREADY_EXISTS:
+                _check(code, f"put {key}")
 
     def replace(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
         """Store an object in place of any other of that name. Raises ``StoreFullError``, too."""
@@ -164,7 +192,7 @@ class MooncakeClient:
     def get(self, key: str, max_num_bytes: int) -> bytes | None:
         """A small object's bytes; None if there is none, or a larger one."""
         num_bytes = self._store.get_size(key)
-        if num_bytes == _OBJECT_NOT_FOUND:
+        if num_bytes in _NOT_THERE:
             return None
         _check(num_bytes, f"size of {key}")
         if num_bytes > max_num_bytes:
@@ -173,31 +201,43 @@ class MooncakeClient:
         value: bytes = self._store.get(key)
         return value or None
 
-    def get_into(self, key: str, block: Block, num_bytes: int, num_after: int = 0) -> bool:
-        """Fill ``block`` with the end of an object of ``num_bytes``, or with what is before the last
-        ``num_after``; False if there is no such object.
+    def get_into(self, parts: Sequence[ObjectPart]) -> list[bool]:
+        """Fill the blocks of the parts; False for each of which there is no such object.
 
-        Returns when nothing writes to ``block`` any more, also after an error.
+        Returns when nothing writes to the blocks any more, also after an error.
         """
-        if not self._is_registered(block):
-            value = self.get(key, num_bytes)
-            if value is None or len(value) != num_bytes:
-                return False
-            end = num_bytes - num_after
-            block[:] = np.frombuffer(value, dtype=np.uint8)[end - block.nbytes : end]
-            return True
-        address = block.ctypes.data
-        if block.nbytes == num_bytes:
-            code = self._store.get_into(key, address, num_bytes)
-        else:
-            first = num_bytes - num_after - block.nbytes
-            codes = self._store.get_into_ranges([address], [[key]], [[[0]]], [[[first]]], [[[block.nbytes]]])
-            code = codes[0][0][0]
-        # INVALID_PARAMS: the object is larger than the block.
-        if code in (_OBJECT_NOT_FOUND, _INVALID_PARAMS):
-            return False
-        _check(code, f"get {key}")
-        return bool(code == block.nbytes)
+        codes: list[int] = [_OBJECT_NOT_FOUND] * len(parts)
+        # By key: of a key that comes twice, ``batch_get_into`` fills one block only.
+        whole: dict[str, int] = {}
+        ranges: list[int] = []
+        for i, part in enumerate(parts):
+            if not self._is_registered(part.block):
+                codes[i] = self._copy_into(part)
+            elif part.block.nbytes == part.num_bytes and part.key not in whole:
+                whole[part.key] = i
+            else:
+                ranges.append(i)
+        if whole:
+            blocks = [parts[i].block for i in whole.values()]
+            read = self._store.batch_get_into(list(whole), *_places(blocks))
+            for i, code in zip(whole.values(), read, strict=True):
+                codes[i] = code
+        if ranges:
+            addresses, sizes = _places([parts[i].block for i in ranges])
+            of_blocks = self._store.get_into_ranges(
+                addresses,
+                [[parts[i].key] for i in ranges],
+                [[[0]]] * len(ranges),
+                [[[parts[i].start]] for i in ranges],
+                [[[size]] for size in sizes],
+            )
+            for i, of_keys in zip(ranges, of_blocks, strict=True):
+                codes[i] = of_keys[0][0]
+        for part, code in zip(parts, codes, strict=True):
+            # INVALID_PARAMS: the object is larger than the block, or ends before the range.
+            if code != _INVALID_PARAMS and code not in _NOT_THERE:
+                _check(code, f"get {part.key}")
+        return [code == part.block.nbytes for part, code in zip(parts, codes, strict=True)]
 
     def have_all(self, keys: Sequence[str]) -> bool:
         """Whether all these objects are there. Asking protects them from eviction for some seconds."""
@@ -209,7 +249,7 @@ class MooncakeClient:
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects, also while somebody reads them (a reader then finds wrong bytes, or none)."""
         for code in self._store.batch_remove(list(keys), True):
-            if code != _OBJECT_NOT_FOUND:
+            if code not in _NOT_THERE:
                 _check(code, "removal of objects")
 
     def remove_matching(self, pattern: str) -> None:
@@ -222,9 +262,22 @@ class MooncakeClient:
             self._store.unregister_buffer(self._arena.ctypes.data)
         self._store.close()
 
+    def _copy_into(self, part: ObjectPart) -> int:
+        """Fill a block that is not registered; returns what ``get_into`` of Mooncake's client would."""
+        value = self.get(part.key, part.num_bytes)
+        if value is None or len(value) != part.num_bytes:
+            return _OBJECT_NOT_FOUND
+        part.block[:] = np.frombuffer(value, np.uint8, part.block.nbytes, part.start)
+        return part.block.nbytes
+
     def _is_registered(self, block: Block) -> bool:
         start = block.ctypes.data
         return start in self._arena_range and start + block.nbytes <= self._arena_range.stop
+
+
+def _places(blocks: Sequence[Block]) -> tuple[list[int], list[int]]:
+    """The addresses and the sizes of blocks."""
+    return [block.ctypes.data for block in blocks], [block.nbytes for block in blocks]
 
 
 def _check(code: int, what: str) -> None:

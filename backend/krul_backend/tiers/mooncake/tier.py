@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -35,6 +35,7 @@ from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
 from krul_backend.tiers.mooncake.mooncake_client import (
     MooncakeClient,
     MooncakeOptions,
+    ObjectPart,
     ObjectStoreError,
     require_mooncake,
 )
@@ -46,6 +47,8 @@ NAME = "mooncake"
 _NUM_LOOKUP_THREADS = 2
 _NUM_READ_THREADS = 4
 _CLEAR_TIMEOUT_S = 5.0
+_BATCH_BYTES = 8 << 20
+"""What one call asks for. Nothing of it lands, and no deadline is looked at, before all of it has come."""
 
 
 class MooncakeTier(LowerTier):
@@ -134,15 +137,16 @@ class MooncakeTier(LowerTier):
 
     def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         started_s = self._clock()
-        num_layers = max((len(read.blocks) for read in reads), default=0)
+        asked: list[int] = []
+        read_s = 0.0
         try:
             store = self._connection.store()
             for read in reads:
                 read.attempt(partial(self._check_epoch, store, read.run.segment))
-            for layer in range(num_layers):
-                for read in reads:
-                    if layer < len(read.blocks):
-                        read.attempt(partial(self._read_layer, store, read, layer))
+            for layers in _batches(reads):
+                parts, took_s = self._read_layers(store, reads, layers)
+                asked += [part.block.nbytes for part in parts]
+                read_s += took_s
                 if self._clock() - started_s > self._options.read_timeout_s:
                     self._counters.add(slow_reads=1)
                     self._suspension.failed("slow reads", f"more than {self._options.read_timeout_s:g} s")
@@ -151,15 +155,13 @@ class MooncakeTier(LowerTier):
             self._counters.add(failed_reads=1)
             self._suspension.failed("reads fail", error)
             raise TierReadError(f"the Mooncake cluster cannot be read: {error}") from error
+        finally:
+            if asked:
+                self._cost.correct(lambda cost: seen_cost(cost, asked, read_s))
         self._suspension.succeeded()
         good = [read for read in reads if read.error is None]
         num_bytes = sum(block.nbytes for read in good for block in read.blocks)
         self._counters.add(read_segments=len(good), read_bytes=num_bytes)
-
-    def _read_layer(self, store: MooncakeClient, read: TailRead, layer: int) -> None:
-        if read.blocks[layer].nbytes:
-            self._read_block(store, read, layer)
-        read.landed(layer)
 
     def put(
         self,
@@ -232,17 +234,15 @@ class MooncakeTier(LowerTier):
         for segment in self._known.segments():
             try:
                 store = self._connection.store()
-                run, sizes = PageRun(segment, 0, 1), segment.manifest.layer_num_bytes
+                sizes = segment.manifest.layer_num_bytes
                 blocks = [np.empty(size, dtype=np.uint8) for size in sizes]
-                read = TailRead(run, blocks, lambda layer: None, lambda error: None)
-                for layer, size in enumerate(sizes):
-                    if size:
-                        self._read_block(store, read, layer)
-                        num_blocks, num_bytes = num_blocks + 1, num_bytes + size
-            except _WrongBytesError:
-                bad_segments.append(segment.segment_id)
-            except TierReadError:
-                continue
+                landed: list[int] = []
+                read = TailRead(PageRun(segment, 0, 1), blocks, landed.append, lambda error: None)
+                self._read_layers(store, (read,), range(len(sizes)))
+                num_blocks += sum(sizes[layer] > 0 for layer in landed)
+                num_bytes += sum(sizes[layer] for layer in landed)
+                if isinstance(read.error, _WrongBytesError):
+                    bad_segments.append(segment.segment_id)
             except ObjectStoreError as error:
                 self._suspension.failed("reads fail", error)
                 break
@@ -302,21 +302,37 @@ class MooncakeTier(LowerTier):
             self._known.forget(segment)
             raise TierReadError("the segment was cleared")
 
-    def _read_block(self, store: MooncakeClient, read: TailRead, layer: int) -> None:
+    def _read_layers(
+        self, store: MooncakeClient, reads: Sequence[TailRead], layers: range
+    ) -> tuple[list[ObjectPart], float]:
+        """Read some layers in one call; returns what was asked for, and the seconds that it took."""
+        landing = [
+            (read, layer)
+            for layer in layers
+            for read in reads
+            if read.error is None and layer < len(read.blocks)
+        ]
+        parts = [_part(read, layer) for read, layer in landing if read.blocks[layer].nbytes]
+        started_s = self._clock()
+        is_read = iter(store.get_into(parts) if parts else ())
+        took_s = self._clock() - started_s
+        for read, layer in landing:
+            is_there = not read.blocks[layer].nbytes or next(is_read)
+            read.attempt(partial(self._land, read, layer, is_there))
+        return parts, took_s
+
+    def _land(self, read: TailRead, layer: int, is_read: bool) -> None:
         segment: StoredObject = read.run.segment
-        block, started_s = read.blocks[layer], self._clock()
-        num_bytes = segment.manifest.layer_num_bytes[layer]
-        if not store.get_into(segment.block_key(layer), block, num_bytes, read.num_after[layer]):
+        if not is_read:
             if self._known.forget(segment):
                 self._counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
             raise TierReadError(f"layer {layer} is not in the Mooncake cluster any more")
-        took_s = self._clock() - started_s
-        self._cost.correct(lambda cost: seen_cost(cost, block.nbytes, took_s))
         if not read.is_right(layer):
             self._counters.add(corrupted_segments=1)
             self._known.forget(segment)
             self._remove(segment)
             raise _WrongBytesError(f"layer {layer} came from the Mooncake cluster with a wrong checksum")
+        read.landed(layer)
 
     def _forget_like(self, manifest: SegmentManifest) -> list[StoredObject]:
         """Forget known segments that hold a page of this one and are encoded like it; returns them."""
@@ -341,6 +357,31 @@ class MooncakeTier(LowerTier):
             self._connection.store().remove([segment.metadata_key, *segment.block_keys])
         except ObjectStoreError as error:
             self._suspension.failed("cannot remove", error)
+
+
+def _batches(reads: Sequence[TailRead]) -> Iterator[range]:
+    """The layers to read in one call each, of all reads.
+
+    The first call is for the first layer that has bytes, so that a forward can begin; further ones are for as
+    many layers as have ``_BATCH_BYTES``, or for one that has more.
+    """
+    num_layers = max((len(read.blocks) for read in reads), default=0)
+    sizes = [
+        sum(read.blocks[layer].nbytes for read in reads if layer < len(read.blocks))
+        for layer in range(num_layers)
+    ]
+    first = 0
+    for end in range(1, num_layers + 1):
+        is_full = sum(sizes[first : end + 1]) > _BATCH_BYTES or not any(sizes[:first])
+        if end == num_layers or (is_full and any(sizes[first:end])):
+            yield range(first, end)
+            first = end
+
+
+def _part(read: TailRead, layer: int) -> ObjectPart:
+    segment: StoredObject = read.run.segment
+    num_bytes = segment.manifest.layer_num_bytes[layer]
+    return ObjectPart(segment.block_key(layer), read.blocks[layer], num_bytes, read.num_after[layer])
 
 
 class _WrongBytesError(TierReadError):
