@@ -18,9 +18,10 @@ from krul_backend.tiers.common.interface import Block, block_checksums
 from krul_backend.tiers.common.lower_tier import TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import no_checksums
+from krul_backend.tiers.mooncake import cluster_writer
 from krul_backend.tiers.mooncake import tier as tier_module
 from krul_backend.tiers.mooncake.cluster_connection import TimedCalls
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions, ObjectPart
+from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions, ObjectPart, ObjectStoreError
 from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S, MAX_POINTERS, decode_object, encode_object
 from krul_backend.tiers.mooncake.tier import MooncakeTier
 from tests.support.fake_object_store import FakeCluster, FakeObjectStore
@@ -97,6 +98,24 @@ def put(tier: MooncakeTier, manifest: SegmentManifest, seed: int = 0) -> list[Bl
     assert tier.flush(5.0)
     assert num_done == [1]
     return blocks
+
+
+def begin_to_put(tier: MooncakeTier, name: str, done: list[str], pages: int = 1) -> None:
+    """Put a segment without waiting for it; its name is noted when it is done."""
+    manifest = make_manifest(name, 0, pages, SIZES)
+    blocks = blocks_of(manifest)
+    assert tier.put(manifest, blocks, block_checksums(blocks), lambda: done.append(name))
+
+
+def occupy_writers(tier: MooncakeTier, cluster: FakeCluster, done: list[str]) -> list[str]:
+    """Close the gate, and put a segment for each writer to wait there with; their names."""
+    cluster.gate.clear()
+    num_calls = len(cluster.calls)
+    names = [f"b{i}" for i in range(cluster_writer._NUM_THREADS)]
+    for name in names:
+        begin_to_put(tier, name, done)
+    wait_until(lambda: len(cluster.calls) == num_calls + len(names))
+    return names
 
 
 def match(
@@ -695,6 +714,57 @@ def test_the_queue_is_bounded_and_each_segment_is_done_once(host: Host, cluster:
     assert tier.stats().skipped_segments == {}, "they can be offered again"
 
 
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_segments_are_written_at_once_and_announced_in_order(
+    host: Host, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, is_failing: bool
+) -> None:
+    """What a segment continues can be found before it, however long that takes to write, or neither is."""
+    tier, other = host(), host()
+    put(tier, make_manifest("first", 0, 1, SIZES))
+    may_go_on = threading.Event()
+    put_blocks = FakeObjectStore.put_blocks
+
+    def slow_put_blocks(store: FakeObjectStore, keys: Sequence[str], blocks: Sequence[Block]) -> None:
+        if np.array_equal(blocks[0], blocks_of(make_manifest("c", 0, 1, SIZES))[0]):
+            assert may_go_on.wait(20)
+            if is_failing:
+                raise ObjectStoreError("failing")
+        put_blocks(store, keys, blocks)
+
+    monkeypatch.setattr(FakeObjectStore, "put_blocks", slow_put_blocks)
+    done: list[int] = []
+    for page in range(4):
+        manifest = make_manifest("c", page, page + 1, SIZES)
+        blocks = blocks_of(manifest, seed=page)
+        assert tier.put(manifest, blocks, block_checksums(blocks), lambda page=page: done.append(page))  # type: ignore[misc]
+    # Those of the other writers, beside that of the first segment.
+    wait_until(lambda: len(cluster.metadata_names()) == cluster_writer._NUM_THREADS)
+    time.sleep(0.02)
+    assert (len(cluster.names("/f/c/")), done) == (0, [])
+    assert match(other, page_keys("c", 1, 2)) == ()
+    may_go_on.set()
+    assert tier.flush(5.0)
+    assert done == [0, 1, 2, 3]
+    pointers = [key for operation, key in cluster.calls if operation == "put" and "/f/c/" in key]
+    assert [key.rsplit("/", 2)[1] for key in pointers] == ([] if is_failing else ["0", "1", "2", "3"])
+    assert tier.stats().skipped_segments == ({"failed": 4} if is_failing else {})
+    assert tier.stats().is_suspended == is_failing
+
+
+def test_a_copy_that_is_put_meanwhile_is_not_written_again(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    put(tier, make_manifest("first", 0, 1, SIZES))
+    cluster.gate.clear()
+    done: list[str] = []
+    begin_to_put(tier, "c", done, pages=3)
+    begin_to_put(tier, "c", done, pages=2)
+    cluster.batches.clear()
+    cluster.gate.set()
+    assert tier.flush(5.0)
+    assert (len(cluster.batches), len(done), tier.stats().written_segments) == (1, 2, 2)
+    assert len(cluster.names("/f/c/0/")) == 1
+
+
 def test_a_clear_is_seen_at_once_here_and_soon_elsewhere(
     host: Host, cluster: FakeCluster, clock: Clock
 ) -> None:
@@ -791,23 +861,20 @@ def test_a_clear_while_the_cluster_is_down_happens_before_anything_else(
 def test_a_clear_drops_what_is_queued(host: Host, cluster: FakeCluster) -> None:
     tier = host()
     put(tier, make_manifest("a", 0, 1, SIZES))
-    cluster.gate.clear()
     done: list[str] = []
-    for name in ("b", "c"):
-        manifest = make_manifest(name, 0, 1, SIZES)
-        blocks = blocks_of(manifest)
-        assert tier.put(manifest, blocks, block_checksums(blocks), lambda name=name: done.append(name))  # type: ignore[misc]
+    names = occupy_writers(tier, cluster, done)
+    begin_to_put(tier, "waits", done)
     clearing = threading.Thread(target=tier.clear, args=(MODEL,))
     clearing.start()
     deadline_s = time.monotonic() + 5
-    while "c" not in done:
+    while "waits" not in done:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
     cluster.gate.set()
     clearing.join(10)
     assert tier.flush(5.0)
-    assert sorted(done) == ["b", "c"]
-    for name in ("a", "b", "c"):
+    assert done == ["waits", *names]
+    for name in ("a", *names, "waits"):
         assert match(tier, page_keys(name, 0, 1)) == ()
         assert match(host(), page_keys(name, 0, 1)) == ()
 
@@ -900,18 +967,17 @@ def test_removals_that_wait_are_bounded() -> None:
 def test_what_cannot_be_decoded_is_not_written_if_it_waits(host: Host, cluster: FakeCluster) -> None:
     tier = host()
     put(tier, make_manifest("first", 0, 1, SIZES))
-    cluster.gate.clear()
     done: list[str] = []
-    manifests = [encoded(make_manifest(name, 0, 1, SIZES), "old") for name in "abc"]
-    for manifest in manifests:
-        name = manifest.page_keys[0]
-        blocks, checksums = blocks_of(manifest), no_checksums(manifest)
-        assert tier.put(manifest, blocks, checksums, lambda name=name: done.append(name))  # type: ignore[misc]
-    tier.discard(manifests[2])
-    assert done == ["c/0"]
+    names = occupy_writers(tier, cluster, done)
+    for name in ("stays", "waits"):
+        begin_to_put(tier, name, done)
+    tier.discard(make_manifest("waits", 0, 1, SIZES))
+    assert done == ["waits"]
     cluster.gate.set()
     assert tier.flush(5.0)
-    assert tier.find_missing(MODEL, ("a/0", "b/0", "c/0")) == [range(2, 3)]
+    assert done == ["waits", *names, "stays"]
+    assert tier.find_missing(MODEL, [f"{name}/0" for name in (*names, "stays")]) == []
+    assert tier.find_missing(MODEL, ["waits/0"]) == [range(1)]
 
 
 def test_the_numbers_add_up(host: Host) -> None:

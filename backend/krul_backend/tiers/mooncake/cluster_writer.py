@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
+from collections import deque
 
 from krul_backend.errors import ManifestError
+from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
 from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
@@ -13,13 +17,18 @@ from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, ObjectSt
 from krul_backend.tiers.mooncake.stored_object import Epochs, StoredObject, encode_object
 
 _CLOSE_TIMEOUT_S = 5.0
+_NUM_THREADS = 2
+
+_FirstPage = tuple[str, str]
 
 
 class ClusterWriter:
-    """Writes queued segments in a thread of its own. Thread-safe.
+    """Writes queued segments in a few threads of its own. Thread-safe.
 
-    The blocks of a segment are written first, then its metadata, then the pointer by which it is found. What
-    waits is in ``queue``.
+    The blocks of a segment are written first, then its metadata, then the pointer by which it is found. The
+    blocks of several segments are written at once. Their pointers are written, and they are settled, in the
+    order in which they were put: a segment after those that it continues. One that begins with the same page
+    as another, of which it may be a copy, is begun when that one is settled. What waits is in ``queue``.
     """
 
     def __init__(
@@ -42,8 +51,15 @@ class ClusterWriter:
         self._clock = clock
         self.queue = WriteQueue(queue_bytes, counters)
         self._is_giving_up = False
-        self._thread = threading.Thread(target=self._work, name="krul-mooncake-writer", daemon=True)
-        self._thread.start()
+        # Those that are being written, in the order in which they were put.
+        self._taken: deque[QueuedSegment] = deque()
+        self._turn = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"krul-mooncake-writer-{i}", daemon=True)
+            for i in range(_NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def put(self, item: QueuedSegment) -> bool:
         """See ``LowerTier.put``."""
@@ -52,18 +68,39 @@ class ClusterWriter:
     def close(self) -> None:
         """Write waiting segments for some seconds at most, then give up the rest."""
         self.queue.close()
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._join()
         self._is_giving_up = True
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._join()
+
+    def _join(self) -> None:
+        ends_at_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at_s - time.monotonic()))
 
     def _work(self) -> None:
         while self.queue.wait():
-            # One at a time, so that ``give_up`` reaches all others.
-            items = self.queue.take(1)
+            with self._turn:
+                # One at a time, so that ``give_up`` reaches all others.
+                items = self.queue.take(1)
+                self._taken.extend(items)
             for item in items:
                 if self._is_giving_up or not self._is_written(item):
                     self._counters.skip("failed")
-            self.queue.settle(items)
+                self._await_earlier(item)
+                self.queue.settle(items)
+                with self._turn:
+                    self._taken.popleft()
+                    self._turn.notify_all()
+
+    def _await_earlier(self, item: QueuedSegment, first_page: _FirstPage | None = None) -> None:
+        """Wait until those that were put before are settled; of these those that begin with a page."""
+
+        def is_next() -> bool:
+            earlier = itertools.takewhile(lambda other: other is not item, self._taken)
+            return not any(first_page in (None, _first_page(other.manifest)) for other in earlier)
+
+        with self._turn:
+            self._turn.wait_for(is_next)
 
     def _is_written(self, item: QueuedSegment) -> bool:
         if self._suspension.is_active:
@@ -87,6 +124,7 @@ class ClusterWriter:
 
     def _write(self, store: MooncakeClient, item: QueuedSegment) -> None:
         manifest = item.manifest
+        self._await_earlier(item, _first_page(manifest))
         num_clears = self._known.num_clears
         prefix = self._epochs.prefix(store, manifest.model.fingerprint, may_create=True)
         if prefix is None:
@@ -102,6 +140,9 @@ class ClusterWriter:
         except StoreFullError:
             store.remove([segment.metadata_key, *segment.block_keys])
             raise
+        self._await_earlier(item)
+        # Not if writing what this segment may continue has suspended the tier.
+        store = self._connection.store()
         if not store.have_all([segment.metadata_key, *segment.block_keys]):
             # Another host is writing it, or Mooncake evicts already.
             raise StoreFullError("an object of the segment is not there")
@@ -112,3 +153,7 @@ class ClusterWriter:
         else:
             self._counters.add(failed_writes=1)
             store.remove([segment.metadata_key, *segment.block_keys])
+
+
+def _first_page(manifest: SegmentManifest) -> _FirstPage:
+    return manifest.model.fingerprint, manifest.page_keys[0]
