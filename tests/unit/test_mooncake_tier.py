@@ -22,7 +22,13 @@ from krul_backend.tiers.mooncake import cluster_writer
 from krul_backend.tiers.mooncake import tier as tier_module
 from krul_backend.tiers.mooncake.cluster_connection import TimedCalls
 from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions, ObjectPart, ObjectStoreError
-from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S, MAX_POINTERS, decode_object, encode_object
+from krul_backend.tiers.mooncake.stored_object import (
+    EPOCH_AGE_S,
+    MAX_POINTERS,
+    StoredObject,
+    decode_object,
+    encode_object,
+)
 from krul_backend.tiers.mooncake.tier import MooncakeTier
 from tests.support.fake_object_store import FakeCluster, FakeObjectStore
 from tests.support.store_builders import (
@@ -447,6 +453,49 @@ def test_a_scheduler_that_asks_again_does_not_ask_the_cluster(
     clock.now_s += 1.5
     assert len(match(tier, page_keys("c", 0, 5))) == 1
     assert cluster.calls != []
+
+
+def test_no_question_looks_at_segments_that_it_does_not_concern(
+    host: Host, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, tier = host(), host()
+    another = make_model("another")
+    for number in range(50):
+        put(tier, make_manifest(f"others{number}", 0, 1, SIZES, (MODEL, another)[number % 2]))
+    mine = {put_and_find(tier, make_manifest("c", page, page + 1, SIZES)) for page in range(2)}
+    touched: set[int] = set()
+
+    def get(segment: StoredObject, name: str) -> object:
+        touched.add(id(segment))
+        return object.__getattribute__(segment, name)
+
+    monkeypatch.setattr(StoredObject, "__getattribute__", get)
+    for step_s in (0.0, 1.5):
+        clock.now_s += step_s
+        touched.clear()
+        assert len(match(tier, page_keys("c", 0, 5))) == 2
+        assert touched == mine
+    touched.clear()
+    assert tier.stats().num_segments == 52
+    assert tier.stats().stored_bytes == 52 * sum(SIZES)
+    assert match(tier, page_keys("none", 0, 2)) == ()
+    assert tier.find_missing(MODEL, page_keys("none", 0, 2)) == [range(2)]
+    tier.discard(make_manifest("none", 0, 2, SIZES))
+    assert touched == set()
+    # A clear concerns the segments of its model, when it is noticed.
+    one.clear(another)
+    clock.now_s += EPOCH_AGE_S
+    touched.clear()
+    assert match(tier, page_keys("none", 0, 2), model=another) == ()
+    assert len(touched) == 25
+    assert tier.stats().num_segments == 27
+
+
+def put_and_find(tier: MooncakeTier, manifest: SegmentManifest) -> int:
+    """Put a segment; the identity of the object by which the tier knows it."""
+    put(tier, manifest)
+    (run,) = match(tier, manifest.page_keys)
+    return id(run.segment)
 
 
 def test_a_slow_cluster_is_a_miss_whose_answer_is_remembered(host: Host, cluster: FakeCluster) -> None:

@@ -42,7 +42,10 @@ class KnownSegments:
         self._lock = threading.Lock()
         self._index: PageIndex[StoredObject] = PageIndex()
         self._segments: OrderedDict[int, StoredObject] = OrderedDict()
+        # By model's fingerprint and prefix; a model has more than one prefix only until a clear is noticed.
+        self._of_model: dict[str, dict[str, set[StoredObject]]] = {}
         self._num_tokens = 0
+        self._num_bytes = 0
         self._absent_until_s: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._num_clears = 0
 
@@ -51,6 +54,11 @@ class KnownSegments:
         """The number of clears so far, to be read before the cluster is asked; see ``add``."""
         with self._lock:
             return self._num_clears
+
+    def sizes(self) -> tuple[int, int, int]:
+        """The number of segments, of their pages, and of the bytes of their blocks."""
+        with self._lock:
+            return len(self._segments), self._index.num_pages, self._num_bytes
 
     def segments(self) -> list[StoredObject]:
         with self._lock:
@@ -82,8 +90,11 @@ class KnownSegments:
             if self._index.add(segment) == 0:
                 return False
             self._segments[segment.segment_id] = segment
+            of_model = self._of_model.setdefault(segment.manifest.model.fingerprint, {})
+            of_model.setdefault(segment.prefix, set()).add(segment)
             self._absent_until_s.pop((segment.prefix, segment.manifest.page_keys[0]), None)
             self._num_tokens += segment.manifest.num_tokens
+            self._num_bytes += segment.manifest.num_bytes
             while self._num_tokens > self._max_tokens and len(self._segments) > 1:
                 self._remove(next(iter(self._segments.values())))
             return True
@@ -99,10 +110,10 @@ class KnownSegments:
     def forget_model(self, fingerprint: str | None, *, except_prefix: str | None = None) -> None:
         """Forget a model's segments (None: all models'), except those under ``except_prefix``."""
         with self._lock:
-            for segment in list(self._segments.values()):
-                is_meant = fingerprint in (None, segment.manifest.model.fingerprint)
-                if is_meant and segment.prefix != except_prefix:
-                    self._remove(segment)
+            for model in list(self._of_model) if fingerprint is None else [fingerprint]:
+                for prefix in set(self._of_model.get(model, ())) - {except_prefix}:
+                    for segment in list(self._of_model[model][prefix]):
+                        self._remove(segment)
 
     def clear(self, fingerprint: str | None) -> None:
         """Forget a model (None: all), and do not remember answers to questions that were asked before."""
@@ -128,7 +139,12 @@ class KnownSegments:
     def _remove(self, segment: StoredObject) -> None:
         self._index.remove(segment)
         del self._segments[segment.segment_id]
+        of_model = self._of_model[segment.manifest.model.fingerprint]
+        of_model[segment.prefix].remove(segment)
+        if not of_model[segment.prefix]:
+            del of_model[segment.prefix]
         self._num_tokens -= segment.manifest.num_tokens
+        self._num_bytes -= segment.manifest.num_bytes
 
 
 class Lookup:

@@ -255,10 +255,7 @@ class MooncakeTier(LowerTier):
         segments that it knows, wherever they lie. ``used_bytes`` is ``stored_bytes``, at most the capacity:
         the client does not tell what others stored in this memory.
         """
-        segments = self._known.segments()
-        with self._known.index() as index:
-            num_pages = index.num_pages
-        stored_bytes = sum(segment.manifest.num_bytes for segment in segments)
+        num_segments, num_pages, stored_bytes = self._known.sizes()
         capacity_bytes = self._options.segment_bytes
         used_bytes = min(stored_bytes, capacity_bytes)
         queued_segments, queued_bytes = self._writer.queue.sizes()
@@ -268,7 +265,7 @@ class MooncakeTier(LowerTier):
             used_bytes=used_bytes,
             free_bytes=capacity_bytes - used_bytes,
             stored_bytes=stored_bytes,
-            num_segments=len(segments),
+            num_segments=num_segments,
             num_pages=num_pages,
             queued_segments=queued_segments,
             queued_bytes=queued_bytes,
