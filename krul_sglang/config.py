@@ -201,7 +201,8 @@ class KrulConfig:
         _parse_mooncake,
         'settings such as "master_address=10.0.0.1:50051,local_hostname=10.0.0.2", or empty',
         "*daemon* Settings of a Mooncake Store cluster, through which hosts share stored KV; needs "
-        "`krul-sglang[mooncake]`. Empty: no cluster.",
+        "`krul-sglang[mooncake]`. With `replicas=2` each segment lies on two hosts and outlives one. "
+        "All settings: [tiers.md](tiers.md#the-mooncake-tier). Empty: no cluster.",
     )
     eviction: str = _choice(
         "value",

@@ -330,6 +330,21 @@ def test_the_epoch_outlives_the_host_that_stored_first(master: Master, tmp_path:
             client.close()
 
 
+def test_a_replica_outlives_a_host(master: Master, tmp_path: Path) -> None:
+    """Without a second one what lay on the host that ends is a miss."""
+    with two_hosts(master, tmp_path) as (one, other):
+        with closing(HostProcess(master, tmp_path / "third.log", segment_bytes=0, replicas=2)) as third:
+            assert third.call("put", "twice", 3, 7)
+        for number in range(6):
+            assert one.call("put", f"once{number}", 2, number)
+        one.close()
+        time.sleep(1.0)
+        assert other.call("fetch", "twice", 3, 7) == "right"
+        once = {other.call("fetch", f"once{number}", 2, number) for number in range(6)}
+        assert "miss" in once
+        assert once <= {"right", "miss"}
+
+
 def test_a_master_that_dies_costs_hits_only(master: Master, tmp_path: Path) -> None:
     with two_hosts(master, tmp_path, lookup_timeout_s=0.05) as (one, other):
         assert one.call("put", "c", 3, 7)

@@ -1056,6 +1056,7 @@ def test_without_the_client_the_error_names_the_extra(monkeypatch: pytest.Monkey
         ({"master_address": "host:99999"}, "master_address"),
         ({"protocol": "udp"}, "protocol"),
         ({"segment_bytes": -1}, "segment_bytes"),
+        ({"replicas": 0}, "replicas must be at least 1, got 0"),
         ({"lookup_timeout_s": 0.0}, "lookup_timeout_s"),
         ({"read_timeout_s": float("nan")}, "read_timeout_s"),
     ],

@@ -48,7 +48,8 @@ class MooncakeOptions:
     cluster (0: use it only); ``buffer_bytes`` are for copies of what lies outside the arena.
 
     A lookup that takes longer than ``lookup_timeout_s`` is a miss; a late answer is remembered for the next.
-    Reading a segment may take ``read_timeout_s``. At most ``queue_bytes`` wait to be written.
+    Reading a segment may take ``read_timeout_s``. At most ``queue_bytes`` wait to be written. What is written
+    is copied to ``replicas`` hosts, or to all if there are fewer.
 
     Raises:
         ConfigError: a value that cannot be used.
@@ -64,6 +65,7 @@ class MooncakeOptions:
     lookup_timeout_s: float = 0.05
     read_timeout_s: float = 30.0
     queue_bytes: int = 1 << 30
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         host, _, port = self.master_address.rpartition(":")
@@ -73,7 +75,8 @@ class MooncakeOptions:
             raise ConfigError("mooncake metadata_server and local_hostname must not be empty")
         if self.protocol not in ("tcp", "rdma"):
             raise ConfigError(f"mooncake protocol must be 'tcp' or 'rdma', got {self.protocol!r}")
-        for name, least in (("segment_bytes", 0), ("buffer_bytes", 1 << 20), ("queue_bytes", 1)):
+        at_least = {"segment_bytes": 0, "buffer_bytes": 1 << 20, "queue_bytes": 1, "replicas": 1}
+        for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"mooncake {name} must be at least {least}, got {getattr(self, name)}")
         for name in ("lookup_timeout_s", "read_timeout_s"):
@@ -140,9 +143,10 @@ class MooncakeClient:
         except OSError as error:
             raise ObjectStoreError(f"no Mooncake master at {options.master_address}: {error}") from error
         self._replication = module.ReplicateConfig()
+        self._replication.replica_num = options.replicas
         self._pinned = module.ReplicateConfig()
         self._pinned.with_hard_pin = True
-        self._pinned.replica_num = _NUM_PINNED_REPLICAS
+        self._pinned.replica_num = max(_NUM_PINNED_REPLICAS, options.replicas)
         self._store = module.MooncakeDistributedStore()
         code = self._store.setup(
             options.local_hostname,
