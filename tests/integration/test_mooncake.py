@@ -24,15 +24,10 @@ from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.dram.arena import Arena
-from krul_backend.tiers.mooncake.mooncake_client import (
-    MooncakeClient,
-    MooncakeOptions,
-    ObjectPart,
-    StoreFullError,
-    require_mooncake,
-)
-from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S
-from krul_backend.tiers.mooncake.stored_object import ROOT as EPOCH_ROOT
+from krul_backend.tiers.objects.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
+from krul_backend.tiers.objects.object_client import ObjectPart, StoreFullError
+from krul_backend.tiers.objects.stored_object import EPOCH_AGE_S
+from krul_backend.tiers.objects.stored_object import ROOT as EPOCH_ROOT
 from krul_sglang.demo.server import ServerProcess, find_free_port, start_servers, stop_servers
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.crash.conversations import model_of

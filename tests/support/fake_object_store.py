@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from krul_backend.tiers.common.interface import Block
-from krul_backend.tiers.mooncake.mooncake_client import ObjectPart, ObjectStoreError, StoreFullError
+from krul_backend.tiers.objects.object_client import ObjectPart, ObjectStoreError, StoreFullError
 
 
 class FakeCluster:
@@ -43,7 +43,9 @@ class FakeCluster:
 
 
 class FakeObjectStore:
-    """One client of a cluster; see ``MooncakeClient``, whose methods it has."""
+    """One client of a cluster; see ``ObjectClient``, whose methods it has."""
+
+    joins_blocks = False
 
     def __init__(self, cluster: FakeCluster) -> None:
         self._cluster = cluster

@@ -18,18 +18,19 @@ from krul_backend.tiers.common.interface import Block, block_checksums
 from krul_backend.tiers.common.lower_tier import TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import no_checksums
-from krul_backend.tiers.mooncake import cluster_writer
-from krul_backend.tiers.mooncake import tier as tier_module
-from krul_backend.tiers.mooncake.cluster_connection import TimedCalls
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions, ObjectPart, ObjectStoreError
-from krul_backend.tiers.mooncake.stored_object import (
+from krul_backend.tiers.objects import cluster_writer
+from krul_backend.tiers.objects import tier as tier_module
+from krul_backend.tiers.objects.cluster_connection import TimedCalls
+from krul_backend.tiers.objects.mooncake_client import MooncakeOptions
+from krul_backend.tiers.objects.object_client import ObjectPart, ObjectStoreError
+from krul_backend.tiers.objects.stored_object import (
     EPOCH_AGE_S,
     MAX_POINTERS,
     StoredObject,
     decode_object,
     encode_object,
 )
-from krul_backend.tiers.mooncake.tier import MooncakeTier
+from krul_backend.tiers.objects.tier import ObjectTier
 from tests.support.fake_object_store import FakeCluster, FakeObjectStore
 from tests.support.store_builders import (
     PAGE_SIZE,
@@ -66,19 +67,19 @@ def clock() -> Clock:
     return Clock()
 
 
-Host = Callable[..., MooncakeTier]
+Host = Callable[..., ObjectTier]
 
 
 @pytest.fixture
 def host(cluster: FakeCluster, clock: Clock) -> Iterator[Host]:
     """Makes tiers that share the cluster, as daemons on several hosts do."""
-    tiers: list[MooncakeTier] = []
+    tiers: list[ObjectTier] = []
 
-    def make(**options: float) -> MooncakeTier:
-        tier = MooncakeTier(
+    def make(**options: float) -> ObjectTier:
+        tier = ObjectTier(
             dataclasses.replace(OPTIONS, **options),
             None,
-            connect=lambda options, arena: FakeObjectStore(cluster),
+            connect=lambda: FakeObjectStore(cluster),
             clock=clock,
         )
         tiers.append(tier)
@@ -95,7 +96,7 @@ def blocks_of(manifest: SegmentManifest, seed: int = 0) -> list[Block]:
     return [rng.integers(0, 256, size, dtype=np.uint8) for size in manifest.layer_num_bytes]
 
 
-def put(tier: MooncakeTier, manifest: SegmentManifest, seed: int = 0) -> list[Block]:
+def put(tier: ObjectTier, manifest: SegmentManifest, seed: int = 0) -> list[Block]:
     """Store a segment and wait for it; ``done`` is called exactly once."""
     blocks = blocks_of(manifest, seed)
     num_done: list[int] = []
@@ -106,14 +107,14 @@ def put(tier: MooncakeTier, manifest: SegmentManifest, seed: int = 0) -> list[Bl
     return blocks
 
 
-def begin_to_put(tier: MooncakeTier, name: str, done: list[str], pages: int = 1) -> None:
+def begin_to_put(tier: ObjectTier, name: str, done: list[str], pages: int = 1) -> None:
     """Put a segment without waiting for it; its name is noted when it is done."""
     manifest = make_manifest(name, 0, pages, SIZES)
     blocks = blocks_of(manifest)
     assert tier.put(manifest, blocks, block_checksums(blocks), lambda: done.append(name))
 
 
-def occupy_writers(tier: MooncakeTier, cluster: FakeCluster, done: list[str]) -> list[str]:
+def occupy_writers(tier: ObjectTier, cluster: FakeCluster, done: list[str]) -> list[str]:
     """Close the gate, and put a segment for each writer to wait there with; their names."""
     cluster.gate.clear()
     num_calls = len(cluster.calls)
@@ -125,12 +126,12 @@ def occupy_writers(tier: MooncakeTier, cluster: FakeCluster, done: list[str]) ->
 
 
 def match(
-    tier: MooncakeTier, keys: Sequence[str], next_token: int | None = None, model: ModelIdentity = MODEL
+    tier: ObjectTier, keys: Sequence[str], next_token: int | None = None, model: ModelIdentity = MODEL
 ) -> tuple[PageRun[Any], ...]:
     return tier.match(model, keys, tokens_of(keys), next_token)
 
 
-def fetch(tier: MooncakeTier, run: PageRun[Any]) -> tuple[list[Block], list[int]]:
+def fetch(tier: ObjectTier, run: PageRun[Any]) -> tuple[list[Block], list[int]]:
     blocks = [np.zeros(size, dtype=np.uint8) for size in run.segment.manifest.layer_num_bytes]
     landed: list[int] = []
     read_tail(tier, run, blocks, landed.append)
@@ -491,7 +492,7 @@ def test_no_question_looks_at_segments_that_it_does_not_concern(
     assert tier.stats().num_segments == 27
 
 
-def put_and_find(tier: MooncakeTier, manifest: SegmentManifest) -> int:
+def put_and_find(tier: ObjectTier, manifest: SegmentManifest) -> int:
     """Put a segment; the identity of the object by which the tier knows it."""
     put(tier, manifest)
     (run,) = match(tier, manifest.page_keys)
@@ -572,7 +573,7 @@ class Tails:
         ]
 
 
-def put_three(tier: MooncakeTier) -> tuple[list[list[Block]], tuple[PageRun[Any], ...]]:
+def put_three(tier: ObjectTier) -> tuple[list[list[Block]], tuple[PageRun[Any], ...]]:
     """A conversation of three segments, in ranges of 20 bytes; what was put, and its runs."""
     manifests = [make_manifest("c", first, first + 2, SIZES, range_bytes=20) for first in (0, 2, 4)]
     blocks = [put(tier, manifest, seed) for seed, manifest in enumerate(manifests)]
@@ -610,7 +611,7 @@ def test_what_is_before_an_end_is_read_alone(host: Host, cluster: FakeCluster, i
     if is_damaged:
         # In the middle of the block, which is read then.
         tails.reads[0].num_after = (40, 20)
-        cluster.damage(runs[0].segment.block_key(0))
+        cluster.damage(runs[0].segment.block_keys[0])
     tier.fetch(tails.reads)
     assert bool(tails.errors) == is_damaged
     if not is_damaged:
@@ -624,7 +625,7 @@ def test_wrong_bytes_in_an_end_fail_their_segment_alone(host: Host, cluster: Fak
     tier = host()
     stored, runs = put_three(tier)
     # In the middle of the block.
-    cluster.damage(runs[1].segment.block_key(layer))
+    cluster.damage(runs[1].segment.block_keys[layer])
     sizes = (60, 40)
     tails = Tails(runs, [sizes] * 3)
     tier.fetch(tails.reads)
@@ -644,7 +645,7 @@ def test_wrong_bytes_before_an_end_do_not_matter_to_it(host: Host, cluster: Fake
     tier = host()
     _, runs = put_three(tier)
     for layer in range(2):
-        cluster.damage(runs[1].segment.block_key(layer))
+        cluster.damage(runs[1].segment.block_keys[layer])
     tails = Tails(runs, [(40, 20)] * 3)
     tier.fetch(tails.reads)
     assert (tails.errors, len(tails.order)) == ({}, 6)
@@ -658,7 +659,7 @@ def test_wrong_bytes_before_an_end_do_not_matter_to_it(host: Host, cluster: Fake
 def test_an_evicted_block_fails_its_segment_alone(host: Host, cluster: FakeCluster, layer: int) -> None:
     tier = host()
     _, runs = put_three(tier)
-    del cluster.objects[runs[0].segment.block_key(layer)]
+    del cluster.objects[runs[0].segment.block_keys[layer]]
     tails = Tails(runs, [(20, 20)] * 3)
     tier.fetch(tails.reads)
     assert list(tails.errors) == [0]
@@ -667,7 +668,7 @@ def test_an_evicted_block_fails_its_segment_alone(host: Host, cluster: FakeClust
     assert tails.order == [*[(0, 0)] * layer, (1, 0), (2, 0), (1, 1), (2, 1)]
     assert (tier.stats().evicted_segments, tier.stats().is_suspended) == (1, False)
     # Nothing of it is read of which the object is not asked for.
-    cluster.objects.pop(runs[1].segment.block_key(1))
+    cluster.objects.pop(runs[1].segment.block_keys[1])
     tails = Tails(runs[1:], [(20, 0)] * 2)
     tier.fetch(tails.reads)
     assert (tails.errors, len(tails.order)) == ({}, 4)
@@ -1046,7 +1047,7 @@ def test_without_the_client_the_error_names_the_extra(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(importlib, "import_module", refuse)
     with pytest.raises(DaemonError, match=r"krul-sglang\[mooncake\]"):
-        MooncakeTier(OPTIONS, None)
+        ObjectTier(OPTIONS, None)
 
 
 @pytest.mark.parametrize(

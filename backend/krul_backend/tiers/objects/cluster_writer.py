@@ -7,14 +7,16 @@ import threading
 import time
 from collections import deque
 
+import numpy as np
+
 from krul_backend.errors import ManifestError
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
-from krul_backend.tiers.mooncake.cluster_connection import ClusterConnection
-from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, ObjectStoreError, StoreFullError
-from krul_backend.tiers.mooncake.stored_object import Epochs, StoredObject, encode_object
+from krul_backend.tiers.objects.cluster_connection import ClusterConnection
+from krul_backend.tiers.objects.lookup import KnownSegments, Lookup
+from krul_backend.tiers.objects.object_client import ObjectClient, ObjectStoreError, StoreFullError
+from krul_backend.tiers.objects.stored_object import Epochs, StoredObject, encode_object
 
 _CLOSE_TIMEOUT_S = 5.0
 _NUM_THREADS = 2
@@ -55,7 +57,7 @@ class ClusterWriter:
         self._taken: deque[QueuedSegment] = deque()
         self._turn = threading.Condition()
         self._threads = [
-            threading.Thread(target=self._work, name=f"krul-mooncake-writer-{i}", daemon=True)
+            threading.Thread(target=self._work, name=f"krul-objects-writer-{i}", daemon=True)
             for i in range(_NUM_THREADS)
         ]
         for thread in self._threads:
@@ -110,7 +112,7 @@ class ClusterWriter:
             self._write(store, item)
             self._suspension.succeeded()
         except StoreFullError:
-            # Mooncake evicts in the background: there may be room for the next segment.
+            # It evicts in the background: there may be room for the next segment.
             self._counters.add(failed_writes=1)
             return False
         except ObjectStoreError as error:
@@ -122,7 +124,7 @@ class ClusterWriter:
             return False
         return True
 
-    def _write(self, store: MooncakeClient, item: QueuedSegment) -> None:
+    def _write(self, store: ObjectClient, item: QueuedSegment) -> None:
         manifest = item.manifest
         self._await_earlier(item, _first_page(manifest))
         num_clears = self._known.num_clears
@@ -133,9 +135,10 @@ class ClusterWriter:
             return
         digest, metadata = encode_object(manifest, item.checksums)
         place = f"{prefix}/s/{digest}"
-        segment = StoredObject(prefix, place, manifest, item.checksums, confirmed_at_s=0.0)
+        segment = StoredObject(prefix, place, manifest, item.checksums, 0.0, store.joins_blocks)
+        blocks = [block for block in item.blocks if block.nbytes]
         try:
-            store.put_blocks(segment.block_keys, [block for block in item.blocks if block.nbytes])
+            store.put_blocks(segment.block_keys, [np.concatenate(blocks)] if store.joins_blocks else blocks)
             store.put(segment.metadata_key, metadata)
         except StoreFullError:
             store.remove([segment.metadata_key, *segment.block_keys])
@@ -144,7 +147,7 @@ class ClusterWriter:
         # Not if writing what this segment may continue has suspended the tier.
         store = self._connection.store()
         if not store.have_all([segment.metadata_key, *segment.block_keys]):
-            # Another host is writing it, or Mooncake evicts already.
+            # Another host is writing it, or the store evicts already.
             raise StoreFullError("an object of the segment is not there")
         if self._lookup.publish(store, prefix, manifest.page_keys[0], digest):
             self._counters.add(written_segments=1, written_bytes=manifest.num_bytes)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
-from krul_backend.errors import ConfigError, DaemonError, KrulError
+from krul_backend.errors import ConfigError, DaemonError
 from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.objects.object_client import (
+    ObjectClient,
+    ObjectPart,
+    ObjectStoreError,
+    StoreFullError,
+    without_keys,
+)
 
 # mooncake-store/include/types.h, ErrorCode.
 _NO_AVAILABLE_HANDLE = -200
@@ -28,14 +34,6 @@ _NOT_THERE = (_OBJECT_NOT_FOUND, _REPLICA_IS_NOT_READY)
 _PROBE_TIMEOUT_S = 0.5
 # When a host leaves, its part of the cluster is lost. With fewer hosts, Mooncake makes fewer copies.
 _NUM_PINNED_REPLICAS = 3
-
-
-class ObjectStoreError(KrulError):
-    """The store cannot be reached, or answered with an error."""
-
-
-class StoreFullError(ObjectStoreError):
-    """There is no room for an object now; the store itself works."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,9 @@ class MooncakeOptions:
     Raises:
         ConfigError: a value that cannot be used.
     """
+
+    name: ClassVar[str] = "mooncake"
+    place: ClassVar[str] = "Mooncake cluster"
 
     master_address: str
     metadata_server: str = "P2PHANDSHAKE"
@@ -84,6 +85,13 @@ class MooncakeOptions:
                 raise ConfigError(f"mooncake {name} must be between 0 and 3600 s, got {getattr(self, name)}")
 
     @property
+    def given_bytes(self) -> int:
+        return self.segment_bytes
+
+    def connect(self, arena: Block | None) -> MooncakeClient:
+        return MooncakeClient(self, arena)
+
+    @property
     def master(self) -> tuple[str, int]:
         """Host (IPv6 without its brackets) and port of the master."""
         host, _, port = self.master_address.rpartition(":")
@@ -107,25 +115,8 @@ def require_mooncake() -> Any:
         ) from error
 
 
-class ObjectPart(NamedTuple):
-    """What is read into ``block``: the end of an object of ``num_bytes``, or what is before the last
-    ``num_after`` bytes of it."""
-
-    key: str
-    block: Block
-    num_bytes: int
-    num_after: int = 0
-
-    @property
-    def start(self) -> int:
-        return self.num_bytes - self.num_after - self.block.nbytes
-
-
-class MooncakeClient:
-    """Keeps objects of bytes by name, with ``mooncake.store.MooncakeDistributedStore``. Thread-safe.
-
-    Any object can be evicted at any time. Every method may raise ``ObjectStoreError``. A missing object is no
-    error: each method says what it then does.
+class MooncakeClient(ObjectClient):
+    """Keeps objects in a cluster, with ``mooncake.store.MooncakeDistributedStore``.
 
     Blocks inside ``arena`` are sent and received in place (it is registered with the transfer engine); others
     are copied once. Calls release the GIL, and take about 4 s to fail when the master is gone.
@@ -134,6 +125,8 @@ class MooncakeClient:
         DaemonError: the client is not installed.
         ObjectStoreError: the cluster does not answer, or does not let us in.
     """
+
+    joins_blocks = False
 
     def __init__(self, options: MooncakeOptions, arena: Block | None) -> None:
         module = require_mooncake()
@@ -165,19 +158,11 @@ class MooncakeClient:
             self._arena_range = range(arena.ctypes.data, arena.ctypes.data + arena.nbytes)
 
     def put(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
-        """Store an object of at least one byte unless there is one of that name, which then stays as it is.
-
-        ``is_pinned``: never evict it, and keep copies on several hosts. Raises ``StoreFullError``, too.
-        """
         code = self._store.put(key, value, self._pinned if is_pinned else self._replication)
         if code != _OBJECT_ALREADY_EXISTS:
             _check(code, f"put {key}")
 
     def put_blocks(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
-        """As ``put``, for many objects. If it raises, any of them may be there.
-
-        Also if it does not, one may be missing that another client is still writing; see ``have_all``.
-        """
         if all(map(self._is_registered, blocks)):
             codes = self._store.batch_put_from(list(keys), *_places(blocks), self._replication)
         else:
@@ -188,13 +173,11 @@ class MooncakeClient:
                 _check(code, f"put {key}")
 
     def replace(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
-        """Store an object in place of any other of that name. Raises ``StoreFullError``, too."""
         _check(
             self._store.upsert(key, value, self._pinned if is_pinned else self._replication), f"replace {key}"
         )
 
     def get(self, key: str, max_num_bytes: int) -> bytes | None:
-        """A small object's bytes; None if there is none, or a larger one."""
         num_bytes = self._store.get_size(key)
         if num_bytes in _NOT_THERE:
             return None
@@ -206,10 +189,6 @@ class MooncakeClient:
         return value or None
 
     def get_into(self, parts: Sequence[ObjectPart]) -> list[bool]:
-        """Fill the blocks of the parts; False for each of which there is no such object.
-
-        Returns when nothing writes to the blocks any more, also after an error.
-        """
         codes: list[int] = [_OBJECT_NOT_FOUND] * len(parts)
         # By key: of a key that comes twice, ``batch_get_into`` fills one block only.
         whole: dict[str, int] = {}
@@ -244,20 +223,17 @@ class MooncakeClient:
         return [code == part.block.nbytes for part, code in zip(parts, codes, strict=True)]
 
     def have_all(self, keys: Sequence[str]) -> bool:
-        """Whether all these objects are there. Asking protects them from eviction for some seconds."""
         codes = self._store.batch_is_exist(list(keys))
         for code in codes:
             _check(code, "existence of objects")
         return len(codes) == len(keys) and all(code == 1 for code in codes)
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove objects, also while somebody reads them (a reader then finds wrong bytes, or none)."""
         for code in self._store.batch_remove(list(keys), True):
             if code not in _NOT_THERE:
                 _check(code, "removal of objects")
 
     def remove_matching(self, pattern: str) -> None:
-        """Remove the objects whose names match a regular expression and that nobody reads."""
         _check(self._store.remove_by_regex(pattern, False), f"remove {pattern}")
 
     def close(self) -> None:
@@ -287,8 +263,7 @@ def _places(blocks: Sequence[Block]) -> tuple[list[int], list[int]]:
 def _check(code: int, what: str) -> None:
     if code >= 0:
         return
-    # Keys of pages are long, and of no use in a message.
-    what = re.sub(r"[0-9a-f]{16,}", "*", what)
+    what = without_keys(what)
     if code == _NO_AVAILABLE_HANDLE:
         raise StoreFullError(f"{what}: no room in the cluster's memory")
     raise ObjectStoreError(f"{what}: Mooncake answered error {code}")

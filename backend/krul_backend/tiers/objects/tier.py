@@ -1,4 +1,4 @@
-"""The tier in a Mooncake cluster: segments that any daemon of the cluster stored."""
+"""The tier in a store of objects: segments that any daemon that uses the store has put there."""
 
 from __future__ import annotations
 
@@ -24,26 +24,19 @@ from krul_backend.tiers.common.lower_tier import (
 )
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
-from krul_backend.tiers.mooncake.cluster_connection import (
-    UNMEASURED,
-    ClusterConnection,
-    TimedCalls,
-    seen_cost,
-)
-from krul_backend.tiers.mooncake.cluster_writer import ClusterWriter
-from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
-from krul_backend.tiers.mooncake.mooncake_client import (
-    MooncakeClient,
-    MooncakeOptions,
+from krul_backend.tiers.objects.cluster_connection import UNMEASURED, ClusterConnection, TimedCalls, seen_cost
+from krul_backend.tiers.objects.cluster_writer import ClusterWriter
+from krul_backend.tiers.objects.lookup import KnownSegments, Lookup
+from krul_backend.tiers.objects.object_client import (
+    ObjectClient,
     ObjectPart,
     ObjectStoreError,
-    require_mooncake,
+    ObjectStoreOptions,
 )
-from krul_backend.tiers.mooncake.stored_object import Epochs, StoredObject
+from krul_backend.tiers.objects.stored_object import Epochs, StoredObject
 
 logger = logging.getLogger(__name__)
 
-NAME = "mooncake"
 _NUM_LOOKUP_THREADS = 2
 _NUM_READ_THREADS = 4
 _CLEAR_TIMEOUT_S = 5.0
@@ -51,52 +44,51 @@ _BATCH_BYTES = 8 << 20
 """What one call asks for. Nothing of it lands, and no deadline is looked at, before all of it has come."""
 
 
-class MooncakeTier(LowerTier):
-    """Keeps segments in a Mooncake cluster. If the cluster cannot be reached, the tier starts suspended.
+class ObjectTier(LowerTier):
+    """Keeps segments as objects. If their store cannot be reached, the tier starts suspended.
 
     A suspended tier tries again by itself.
 
     Args:
-        arena: the memory that blocks are views of, uint8; it is registered for transfers without a copy.
+        arena: the memory that blocks are views of, uint8; it may be registered for transfers without a copy.
             None: blocks are copied once.
-        connect: makes the client; another one than Mooncake's in tests.
+        connect: makes the client in place of ``options``, in tests.
 
     Raises:
-        DaemonError: Mooncake's client is not installed.
+        ConfigError: there is no such store.
+        DaemonError: its client is not installed.
     """
-
-    name = NAME
 
     def __init__(
         self,
-        options: MooncakeOptions,
+        options: ObjectStoreOptions,
         arena: npt.NDArray[np.uint8] | None,
         *,
-        connect: Callable[[MooncakeOptions, Block | None], MooncakeClient] | None = None,
+        connect: Callable[[], ObjectClient] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        if connect is None:
-            require_mooncake()
-            connect = MooncakeClient
+        self.name = options.name
         self._options = options
         self._clock = clock
         self._counters = TierCounters()
         self._cost = MeasuredCost(UNMEASURED)
-        self._suspension = Suspension(NAME, clock)
-        self._connection = ClusterConnection(lambda: connect(options, arena), self._suspension, self._cost)
+        self._suspension = Suspension(self.name, clock)
+        self._connection = ClusterConnection(
+            options.place, connect or partial(options.connect, arena), self._suspension, self._cost
+        )
+        try:
+            self._connection.store()
+        except ObjectStoreError as error:
+            self._suspension.failed(f"cannot join the {options.place}", error)
         self._epochs = Epochs(clock)
         self._known = KnownSegments(clock)
         self._lookup = Lookup(
             self._known, self._epochs, clock, lambda: self._counters.add(corrupted_segments=1)
         )
-        self._calls = TimedCalls("krul-mooncake-lookup", _NUM_LOOKUP_THREADS)
-        self.reads = ReadQueue(_NUM_READ_THREADS, f"krul-read-{NAME}")
+        self._calls = TimedCalls(f"krul-{self.name}-lookup", _NUM_LOOKUP_THREADS)
+        self.reads = ReadQueue(_NUM_READ_THREADS, f"krul-read-{self.name}")
         # In a thread of their own: a drop of a long conversation must not hold up lookups.
-        self._removals = TimedCalls("krul-mooncake-remove", 1)
-        try:
-            self._connection.store()
-        except ObjectStoreError as error:
-            self._suspension.failed("cannot join the cluster", error)
+        self._removals = TimedCalls(f"krul-{self.name}-remove", 1)
         self._writer = ClusterWriter(
             self._connection,
             self._suspension,
@@ -150,11 +142,11 @@ class MooncakeTier(LowerTier):
                 if self._clock() - started_s > self._options.read_timeout_s:
                     self._counters.add(slow_reads=1)
                     self._suspension.failed("slow reads", f"more than {self._options.read_timeout_s:g} s")
-                    raise TierReadError("segments took too long to come from the Mooncake cluster")
+                    raise TierReadError(f"segments took too long to come from the {self._options.place}")
         except ObjectStoreError as error:
             self._counters.add(failed_reads=1)
             self._suspension.failed("reads fail", error)
-            raise TierReadError(f"the Mooncake cluster cannot be read: {error}") from error
+            raise TierReadError(f"the {self._options.place} cannot be read: {error}") from error
         finally:
             if asked:
                 self._cost.correct(lambda cost: seen_cost(cost, asked, read_s))
@@ -221,7 +213,7 @@ class MooncakeTier(LowerTier):
             SegmentInfo.of(
                 segment.segment_id,
                 segment.manifest,
-                NAME,
+                self.name,
                 idle_s=max(0.0, self._clock() - segment.confirmed_at_s),
             )
             for segment in self._known.segments()
@@ -251,16 +243,17 @@ class MooncakeTier(LowerTier):
     def stats(self) -> TierStats:
         """As ``LowerTier.stats``, for this daemon.
 
-        The capacity is the memory that it gave to the cluster. ``stored_bytes`` and the counts are of the
-        segments that it knows, wherever they lie. ``used_bytes`` is ``stored_bytes``, at most the capacity:
-        the client does not tell what others stored in this memory.
+        The capacity is the memory that it gave to the store, or what is stored if that has no limit.
+        ``stored_bytes`` and the counts are of the segments that it knows, wherever they lie. ``used_bytes``
+        is ``stored_bytes``, at most the capacity: the client does not tell what others stored in this memory.
         """
         num_segments, num_pages, stored_bytes = self._known.sizes()
-        capacity_bytes = self._options.segment_bytes
+        given_bytes = self._options.given_bytes
+        capacity_bytes = stored_bytes if given_bytes is None else given_bytes
         used_bytes = min(stored_bytes, capacity_bytes)
         queued_segments, queued_bytes = self._writer.queue.sizes()
         return TierStats(
-            name=NAME,
+            name=self.name,
             capacity_bytes=capacity_bytes,
             used_bytes=used_bytes,
             free_bytes=capacity_bytes - used_bytes,
@@ -294,13 +287,13 @@ class MooncakeTier(LowerTier):
         except ObjectStoreError as error:
             self._suspension.failed("cannot clear", error)
 
-    def _check_epoch(self, store: MooncakeClient, segment: StoredObject) -> None:
+    def _check_epoch(self, store: ObjectClient, segment: StoredObject) -> None:
         if self._epochs.prefix(store, segment.manifest.model.fingerprint) != segment.prefix:
             self._known.forget(segment)
             raise TierReadError("the segment was cleared")
 
     def _read_layers(
-        self, store: MooncakeClient, reads: Sequence[TailRead], layers: range
+        self, store: ObjectClient, reads: Sequence[TailRead], layers: range
     ) -> tuple[list[ObjectPart], float]:
         """Read some layers in one call; returns what was asked for, and the seconds that it took."""
         landing = [
@@ -323,12 +316,12 @@ class MooncakeTier(LowerTier):
         if not is_read:
             if self._known.forget(segment):
                 self._counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
-            raise TierReadError(f"layer {layer} is not in the Mooncake cluster any more")
+            raise TierReadError(f"layer {layer} is not in the {self._options.place} any more")
         if not read.is_right(layer):
             self._counters.add(corrupted_segments=1)
             self._known.forget(segment)
             self._remove(segment)
-            raise _WrongBytesError(f"layer {layer} came from the Mooncake cluster with a wrong checksum")
+            raise _WrongBytesError(f"layer {layer} came from the {self._options.place} with a wrong checksum")
         read.landed(layer)
 
     def _forget_like(self, manifest: SegmentManifest) -> list[StoredObject]:
@@ -377,8 +370,7 @@ def _batches(reads: Sequence[TailRead]) -> Iterator[range]:
 
 def _part(read: TailRead, layer: int) -> ObjectPart:
     segment: StoredObject = read.run.segment
-    num_bytes = segment.manifest.layer_num_bytes[layer]
-    return ObjectPart(segment.block_key(layer), read.blocks[layer], num_bytes, read.num_after[layer])
+    return segment.part(layer, read.blocks[layer], read.num_after[layer])
 
 
 class _WrongBytesError(TierReadError):

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.page_index import PageIndex, PageRun, PrefixMatch, num_right_pages
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient
-from krul_backend.tiers.mooncake.stored_object import (
+from krul_backend.tiers.objects.object_client import ObjectClient
+from krul_backend.tiers.objects.stored_object import (
     MAX_METADATA_BYTES,
     MAX_POINTER_BYTES,
     MAX_POINTERS,
@@ -179,7 +179,7 @@ class Lookup:
         return match.runs, is_end or self._known.is_absent(epoch.prefix, page_keys[num_pages])
 
     def ask(
-        self, store: MooncakeClient, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
+        self, store: ObjectClient, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
     ) -> None:
         """Ask the cluster for a prefix; afterwards ``known_runs`` returns what it has.
 
@@ -204,14 +204,14 @@ class Lookup:
                 self._known.note_absent(prefix, page_keys[num_pages])
                 return
 
-    def find_copy(self, store: MooncakeClient, prefix: str, manifest: SegmentManifest) -> bool:
+    def find_copy(self, store: ObjectClient, prefix: str, manifest: SegmentManifest) -> bool:
         """Whether the cluster holds all pages of a segment in one that begins like it; remembers that one."""
         num_clears = self._known.num_clears
         return self._learn(
             store, prefix, manifest.model, manifest.page_keys, manifest.token_ids, num_clears
         ) >= len(manifest.page_keys)
 
-    def publish(self, store: MooncakeClient, prefix: str, first_page_key: str, digest: str) -> bool:
+    def publish(self, store: ObjectClient, prefix: str, first_page_key: str, digest: str) -> bool:
         """Store a pointer to a written segment; False if too many others begin with this page."""
         pointer = encode_pointer(digest)
         for n in range(MAX_POINTERS):
@@ -226,7 +226,7 @@ class Lookup:
                 return True
         return False
 
-    def _confirm(self, store: MooncakeClient, segment: StoredObject) -> bool:
+    def _confirm(self, store: ObjectClient, segment: StoredObject) -> bool:
         """Whether a known segment is still there; forgets it if not."""
         if self._known.is_confirmed(segment):
             return True
@@ -239,7 +239,7 @@ class Lookup:
 
     def _learn(
         self,
-        store: MooncakeClient,
+        store: ObjectClient,
         prefix: str,
         model: ModelIdentity,
         page_keys: tuple[str, ...],
@@ -268,7 +268,10 @@ class Lookup:
             manifest, checksums = decoded
             _, num_pages = num_right_pages(manifest, 0, page_keys, 0, token_ids)
             if num_pages > most_pages:
-                most_pages, best = num_pages, StoredObject(prefix, place, manifest, checksums, 0.0)
+                most_pages, best = (
+                    num_pages,
+                    StoredObject(prefix, place, manifest, checksums, 0.0, store.joins_blocks),
+                )
             if num_pages == len(page_keys):
                 break
         if best is None:
