@@ -106,7 +106,7 @@ def _parse_path(value: object) -> str:
     return str(value)
 
 
-def _parse_mooncake(value: object) -> str:
+def _parse_settings(value: object) -> str:
     """``"key=value,key=value"``, also given as an object; kept as text, which every source can carry."""
     if isinstance(value, Mapping):
         value = ",".join(f"{key}={value[key]}" for key in value)
@@ -198,10 +198,19 @@ class KrulConfig:
     )
     mooncake: str = _option(
         "",
-        _parse_mooncake,
+        _parse_settings,
         'settings such as "master_address=10.0.0.1:50051,local_hostname=10.0.0.2", or empty',
         "*daemon* Settings of a Mooncake Store cluster, through which hosts share stored KV; needs "
-        "`krul-sglang[mooncake]`. Empty: no cluster.",
+        "`krul-sglang[mooncake]`. With `replicas=2` each segment lies on two hosts and outlives one. "
+        "All settings: [tiers.md](tiers.md#the-mooncake-tier). Empty: no cluster.",
+    )
+    bucket: str = _option(
+        "",
+        _parse_settings,
+        'settings such as "url=s3://my-kv/krul", or empty',
+        "*daemon* Settings of a bucket (S3, GCS, Azure, or a directory that hosts share), in which stored KV "
+        "outlives hosts; needs `krul-sglang[bucket]`. Keys and endpoint come from the environment. All "
+        "settings: [tiers.md](tiers.md#buckets). Empty: no bucket.",
     )
     eviction: str = _choice(
         "value",

@@ -23,4 +23,4 @@ else
   "$venv/bin/python" -m pip install --quiet uv
   uv=("$venv/bin/python" -m uv)
 fi
-"${uv[@]}" pip install --quiet --compile-bytecode --python "$venv/bin/python" --editable '.[dev,mooncake]'
+"${uv[@]}" pip install --quiet --compile-bytecode --python "$venv/bin/python" --editable '.[dev,mooncake,bucket]'

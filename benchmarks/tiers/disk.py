@@ -238,12 +238,12 @@ def mooncake_rows(configuration: Configuration, folder: Path) -> list[dict[str, 
 def _of_cluster(
     configuration: Configuration, address: str, block_bytes: int, num_blocks: int
 ) -> list[dict[str, Any]]:
-    from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
-    from krul_backend.tiers.mooncake.tier import MooncakeTier
+    from krul_backend.tiers.objects.mooncake_client import MooncakeOptions
+    from krul_backend.tiers.objects.tier import ObjectTier
 
     segment_bytes = block_bytes * num_blocks * (configuration.disk_repeats + 3) + (256 << 20)
     options = MooncakeOptions(address, segment_bytes=segment_bytes, lookup_timeout_s=5.0)
-    tier = MooncakeTier(options, None)
+    tier = ObjectTier(options, None)
     try:
         bench = TierOperations(tier, block_bytes, num_blocks, before_read=lambda: None)
         return bench.rows("mooncake-put", "mooncake-get", configuration.disk_repeats)

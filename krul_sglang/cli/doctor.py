@@ -190,7 +190,11 @@ def _ssd(facts: Facts) -> Outcome:
     if disk.file_system in _DISKS_IN_MEMORY:
         return "warning", f"{found}: this is memory", "choose a disk, or a larger host_memory"
     if disk.file_system.split(".")[0] in _DISKS_ELSEWHERE:
-        return "warning", f"{found}: not a local disk", "choose a local disk, or mooncake for a network"
+        return (
+            "warning",
+            f"{found}: not a local disk",
+            "choose a local disk; mooncake or bucket for a network",
+        )
     if disk.read_bytes_s < _SLOW_DISK_BYTES_S:
         return (
             "warning",

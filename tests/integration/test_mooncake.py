@@ -25,9 +25,10 @@ from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.dram.arena import Arena
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
-from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S
-from krul_backend.tiers.mooncake.stored_object import ROOT as EPOCH_ROOT
+from krul_backend.tiers.objects.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
+from krul_backend.tiers.objects.object_client import ObjectPart, StoreFullError
+from krul_backend.tiers.objects.stored_object import EPOCH_AGE_S
+from krul_backend.tiers.objects.stored_object import ROOT as EPOCH_ROOT
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.crash.conversations import model_of
 from tests.crash.conversing import check, converse
@@ -236,23 +237,70 @@ def test_a_client_reads_the_ends_of_objects_into_its_arena(master: Master) -> No
     try:
         for size in (1, 100, 70_000, 3 << 20):
             value = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-            client.put(f"o{size}", value)
+            client.put_blocks([f"o{size}"], [value])
             for num_bytes in sorted({1, min(size, 99), -(-size // 2), size}):
                 for block in (arena[64 : 64 + num_bytes], np.empty(num_bytes, np.uint8)):
                     arena[:] = 7
-                    assert client.get_into(f"o{size}", block, size)
+                    assert client.get_into([ObjectPart(f"o{size}", block, size)]) == [True]
                     assert np.array_equal(block, value[size - num_bytes :])
                     assert (arena[:64] == 7).all()
                     assert (arena[64 + num_bytes :] == 7).all()
         value = np.random.default_rng(70_000).integers(0, 256, 70_000, dtype=np.uint8)
         for block in (arena[64:30_064], np.empty(30_000, np.uint8)):
-            assert client.get_into("o70000", block, 70_000, num_after=25_000)
+            assert client.get_into([ObjectPart("o70000", block, 70_000, num_after=25_000)]) == [True]
             assert np.array_equal(block, value[15_000:45_000])
         for num_bytes in (50, 100):
             for block in (arena[:num_bytes], np.empty(num_bytes, np.uint8)):
-                assert not client.get_into("no such object", block, 100)
-        assert not client.get_into("o100", arena[:50], 1000)
-        assert not client.get_into("o100", arena[:1000], 1000)
+                assert client.get_into([ObjectPart("no such object", block, 100)]) == [False]
+        for num_bytes in (50, 1000):
+            assert client.get_into([ObjectPart("o100", arena[:num_bytes], 1000)]) == [False]
+    finally:
+        client.close()
+
+
+def test_a_client_moves_many_blocks_in_one_call(master: Master) -> None:
+    """Each block counts for itself: one that is missing, or half written, is no error of the others."""
+    options = MooncakeOptions(
+        f"127.0.0.1:{master.rpc_port}",
+        f"http://127.0.0.1:{master.metadata_port}/metadata",
+        segment_bytes=64 << 20,
+        buffer_bytes=16 << 20,
+    )
+    size = 10_000
+    arena = Arena(16 << 20).buffer
+    arena[:] = np.random.default_rng(0).integers(0, 256, arena.nbytes, dtype=np.uint8)
+    blocks = [arena[i * size : (i + 1) * size] for i in range(300)]
+    keys = [f"b/{i}" for i in range(300)]
+    client = MooncakeClient(options, arena)
+    try:
+        client.put_blocks(keys, blocks)
+        # What is there stays as it is.
+        client.put_blocks([*keys[:3], "new"], blocks[3:7])
+        assert client.have_all([*keys, "new"])
+        into = list(np.split(arena[8 << 20 : (8 << 20) + 302 * size], 302))
+        parts = [
+            ObjectPart(key, block if i % 3 else block[: size // 2], size, 100 * (not i % 3))
+            for i, (key, block) in enumerate(zip(keys, into, strict=False))
+        ]
+        # A key that comes twice, one that is not there, memory of the caller's own.
+        parts[4] = ObjectPart(keys[1], into[4], size)
+        parts[5] = ObjectPart("no such object", into[5], size)
+        parts[6] = ObjectPart(keys[6], np.empty(size, np.uint8), size)
+        assert client.get_into(parts) == [i != 5 for i in range(300)]
+        for i, part in enumerate(parts):
+            right = blocks[1 if i == 4 else i]
+            end = size - part.num_after
+            assert i == 5 or np.array_equal(part.block, right[end - part.block.nbytes : end]), i
+        # Another client has begun with an object, and is not done.
+        assert client._store.batch_put_session_start(["half"], [size], client._replication) == [0]
+        client.put_blocks(["half", "whole"], blocks[:2])
+        assert [client.have_all([key]) for key in ("half", "whole")] == [False, True]
+        assert client.get("half", size) is None
+        halves = [ObjectPart("half", into[0], size), ObjectPart("half", into[1][:50], size)]
+        assert client.get_into([*halves, ObjectPart("whole", into[2], size)]) == [False, False, True]
+        client.remove(["half", "whole"])
+        with pytest.raises(StoreFullError):
+            client.put_blocks([f"large/{i}" for i in range(8)], [arena[: 15 << 20]] * 8)
     finally:
         client.close()
 
@@ -275,6 +323,21 @@ def test_the_epoch_outlives_the_host_that_stored_first(master: Master, tmp_path:
             assert client.get(f"{EPOCH_ROOT}/epoch", 16) == epoch
         finally:
             client.close()
+
+
+def test_a_replica_outlives_a_host(master: Master, tmp_path: Path) -> None:
+    """Without a second one what lay on the host that ends is a miss."""
+    with two_hosts(master, tmp_path) as (one, other):
+        with closing(HostProcess(master, tmp_path / "third.log", segment_bytes=0, replicas=2)) as third:
+            assert third.call("put", "twice", 3, 7)
+        for number in range(6):
+            assert one.call("put", f"once{number}", 2, number)
+        one.close()
+        time.sleep(1.0)
+        assert other.call("fetch", "twice", 3, 7) == "right"
+        once = {other.call("fetch", f"once{number}", 2, number) for number in range(6)}
+        assert "miss" in once
+        assert once <= {"right", "miss"}
 
 
 def test_a_master_that_dies_costs_hits_only(master: Master, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 from demo.server import ServerError, ServerProcess
 from tests.support.daemon_process import running_daemon
 from tests.support.forked_server import ForkedServer
+from tests.support.local_s3 import BUCKET, local_s3
 from tests.support.scenario import (
     STRICT,
     Answer,
@@ -203,6 +204,28 @@ async def flood(server: ServerProcess, prompts: list[list[int]], num_requests: i
     many = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=120, trust_env=False, verify=False, limits=many) as client:
         return await asyncio.gather(*(ask_and_abort(client, number) for number in range(num_requests)))
+
+
+def test_what_a_host_stored_in_a_bucket_outlives_it(
+    tiny_models: dict[str, Path], kept: dict[str, list[Answer]]
+) -> None:
+    """Server and daemon of the first host are gone when the second one asks S3."""
+    options = {"planner": "full-load", "bucket": f"url=s3://{BUCKET}/krul,lookup_timeout_s=5"}
+    args = small_krul_server_args(POOL_TOKENS, options)
+    answers: list[Answer] = []
+    with local_s3() as env:
+        with ForkedServer(tiny_models["float32"], args=args, env={**STRICT, **env}) as server:
+            converse(server, "first", answers, 2, evict=True)
+            assert "true" in backend(
+                "flush", "--endpoint", settled_stats(server)["daemon"]["endpoint"], "--json"
+            )
+        with ForkedServer(tiny_models["float32"], args=args, env={**STRICT, **env}) as server:
+            converse(server, "first", answers, 1, evict=False)
+            stats = settled_stats(server)
+            assert_nothing_left_behind(server)
+    assert answers[-1].host_tokens > 500
+    assert stats["tier_hit_pages"]["bucket"] > 0
+    assert_same(kept["first"][:3], answers)
 
 
 def test_a_flood_of_aborted_requests_that_waited_leaves_nothing(

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from krul_backend.tiers.common.interface import Block
-from krul_backend.tiers.mooncake.mooncake_client import ObjectStoreError, StoreFullError
+from krul_backend.tiers.objects.object_client import ObjectPart, ObjectStoreError, StoreFullError
 
 
 class FakeCluster:
     """What all its clients share. Faults: ``is_down``, ``capacity_bytes``; ``gate`` holds every call.
-    ``num_bytes_read``: of blocks."""
+    ``failing``: ends of names that cannot be put; ``half_written``: ends of names that another client is
+    writing. ``batches``: the names of each call for many blocks. ``num_bytes_read``: of blocks."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -23,6 +24,9 @@ class FakeCluster:
         self.gate = threading.Event()
         self.gate.set()
         self.calls: list[tuple[str, str]] = []
+        self.failing: tuple[str, ...] = ()
+        self.half_written: tuple[str, ...] = ()
+        self.batches: list[list[str]] = []
         self.num_bytes_read = 0
 
     def names(self, part: str) -> list[str]:
@@ -39,17 +43,21 @@ class FakeCluster:
 
 
 class FakeObjectStore:
-    """One client of a cluster; see ``MooncakeClient``, whose methods it has."""
+    """One client of a cluster; see ``ObjectClient``, whose methods it has."""
+
+    joins_blocks = False
 
     def __init__(self, cluster: FakeCluster) -> None:
         self._cluster = cluster
         self.is_closed = False
         self._objects("join", "")
 
-    def put(self, key: str, value: Block | bytes, *, is_pinned: bool = False) -> None:
-        objects = self._objects("put", key)
-        if key not in objects:
-            self._store(key, bytes(value))
+    def put(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
+        self._put_all([key], [value])
+
+    def put_blocks(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
+        self._cluster.batches.append(list(keys))
+        self._put_all(keys, [block.tobytes() for block in blocks])
 
     def replace(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
         self._objects("replace", key)
@@ -59,14 +67,9 @@ class FakeObjectStore:
         value = self._objects("get", key).get(key)
         return value if value is not None and len(value) <= max_num_bytes else None
 
-    def get_into(self, key: str, block: Block, num_bytes: int, num_after: int = 0) -> bool:
-        value = self._objects("get_into", key).get(key)
-        if value is None or len(value) != num_bytes:
-            return False
-        end = num_bytes - num_after
-        block[:] = np.frombuffer(value, dtype=np.uint8)[end - block.nbytes : end]
-        self._cluster.num_bytes_read += block.nbytes
-        return True
+    def get_into(self, parts: Sequence[ObjectPart]) -> list[bool]:
+        self._cluster.batches.append([part.key for part in parts])
+        return [self._get_part(part) for part in parts]
 
     def have_all(self, keys: Sequence[str]) -> bool:
         objects = self._objects("have_all", keys[0])
@@ -84,6 +87,30 @@ class FakeObjectStore:
 
     def close(self) -> None:
         self.is_closed = True
+
+    def _get_part(self, part: ObjectPart) -> bool:
+        value = self._objects("get_into", part.key).get(part.key)
+        if value is None or len(value) != part.num_bytes:
+            return False
+        end = part.num_bytes - part.num_after
+        part.block[:] = np.frombuffer(value, dtype=np.uint8)[end - part.block.nbytes : end]
+        self._cluster.num_bytes_read += part.block.nbytes
+        return True
+
+    def _put_all(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
+        """As Mooncake, go on after an object that cannot be stored."""
+        errors: list[ObjectStoreError] = []
+        for key, value in zip(keys, values, strict=True):
+            objects = self._objects("put", key)
+            if key.endswith(self._cluster.failing):
+                errors.append(ObjectStoreError("failing"))
+            elif key not in objects and not key.endswith(self._cluster.half_written):
+                try:
+                    self._store(key, value)
+                except StoreFullError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _store(self, key: str, value: bytes) -> None:
         assert value, "Mooncake takes no empty objects"

@@ -18,8 +18,8 @@ from krul_backend.errors import TierReadError
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import Block, block_checksums
 from krul_backend.tiers.dram.arena import Arena
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
-from krul_backend.tiers.mooncake.tier import MooncakeTier
+from krul_backend.tiers.objects.mooncake_client import MooncakeOptions
+from krul_backend.tiers.objects.tier import ObjectTier
 from tests.support.store_builders import make_manifest, make_model, page_keys, read_tail, tokens_of
 
 SIZES = (3 << 20, 1 << 20)
@@ -34,7 +34,7 @@ def random_bytes(manifest: SegmentManifest, seed: int) -> list[Block]:
 class Host:
     def __init__(self, options: MooncakeOptions) -> None:
         self.arena = Arena(64 << 20)
-        self.tier = MooncakeTier(options, self.arena.buffer)
+        self.tier = ObjectTier(options, self.arena.buffer)
         self.num_ticks = 0
         threading.Thread(target=self._tick, daemon=True).start()
 

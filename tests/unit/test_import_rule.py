@@ -23,12 +23,12 @@ ARROWS: dict[str, set[str]] = {
     "tiers.common": {"planner"},
     "tiers.dram": {"tiers.common"},
     "tiers.ssd": {"planner", "tiers.common"},
-    "tiers.mooncake": {"planner", "tiers.common"},
+    "tiers.objects": {"planner", "tiers.common"},
     "store": {"planner", "tiers.common", "tiers.dram"},
     "daemon.protocol": {"planner", "tiers.common"},
     "daemon.client": {"daemon.protocol", "planner", "store", "tiers.common"},
     "daemon.server": {
-        *("daemon.protocol", "store", "tiers.common", "tiers.dram", "tiers.mooncake", "tiers.ssd")
+        *("daemon.protocol", "store", "tiers.common", "tiers.dram", "tiers.objects", "tiers.ssd")
     },
     "daemon.cli": {"daemon.client", "daemon.protocol", "daemon.server", "strategy", "tiers.common"},
     "daemon.__main__": {"daemon.cli"},
@@ -60,7 +60,7 @@ ARROWS: dict[str, set[str]] = {
 and any room may import of them."""
 
 DOORS = (
-    *("planner", "strategy", "tiers.dram", "tiers.ssd", "tiers.mooncake", "daemon.client"),
+    *("planner", "strategy", "tiers.dram", "tiers.ssd", "tiers.objects", "daemon.client"),
     *("engine.capture", "engine.save", "engine.restore", "engine.budget"),
 )
 """Rooms of which others import what the room's ``__init__`` names, and nothing else.

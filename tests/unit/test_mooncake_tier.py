@@ -18,10 +18,19 @@ from krul_backend.tiers.common.interface import Block, block_checksums
 from krul_backend.tiers.common.lower_tier import TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import no_checksums
-from krul_backend.tiers.mooncake.cluster_connection import TimedCalls
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
-from krul_backend.tiers.mooncake.stored_object import EPOCH_AGE_S, MAX_POINTERS, decode_object, encode_object
-from krul_backend.tiers.mooncake.tier import MooncakeTier
+from krul_backend.tiers.objects import cluster_writer
+from krul_backend.tiers.objects import tier as tier_module
+from krul_backend.tiers.objects.cluster_connection import TimedCalls
+from krul_backend.tiers.objects.mooncake_client import MooncakeOptions
+from krul_backend.tiers.objects.object_client import ObjectPart, ObjectStoreError
+from krul_backend.tiers.objects.stored_object import (
+    EPOCH_AGE_S,
+    MAX_POINTERS,
+    StoredObject,
+    decode_object,
+    encode_object,
+)
+from krul_backend.tiers.objects.tier import ObjectTier
 from tests.support.fake_object_store import FakeCluster, FakeObjectStore
 from tests.support.store_builders import (
     PAGE_SIZE,
@@ -58,19 +67,19 @@ def clock() -> Clock:
     return Clock()
 
 
-Host = Callable[..., MooncakeTier]
+Host = Callable[..., ObjectTier]
 
 
 @pytest.fixture
 def host(cluster: FakeCluster, clock: Clock) -> Iterator[Host]:
     """Makes tiers that share the cluster, as daemons on several hosts do."""
-    tiers: list[MooncakeTier] = []
+    tiers: list[ObjectTier] = []
 
-    def make(**options: float) -> MooncakeTier:
-        tier = MooncakeTier(
+    def make(**options: float) -> ObjectTier:
+        tier = ObjectTier(
             dataclasses.replace(OPTIONS, **options),
             None,
-            connect=lambda options, arena: FakeObjectStore(cluster),
+            connect=lambda: FakeObjectStore(cluster),
             clock=clock,
         )
         tiers.append(tier)
@@ -87,7 +96,7 @@ def blocks_of(manifest: SegmentManifest, seed: int = 0) -> list[Block]:
     return [rng.integers(0, 256, size, dtype=np.uint8) for size in manifest.layer_num_bytes]
 
 
-def put(tier: MooncakeTier, manifest: SegmentManifest, seed: int = 0) -> list[Block]:
+def put(tier: ObjectTier, manifest: SegmentManifest, seed: int = 0) -> list[Block]:
     """Store a segment and wait for it; ``done`` is called exactly once."""
     blocks = blocks_of(manifest, seed)
     num_done: list[int] = []
@@ -98,13 +107,31 @@ def put(tier: MooncakeTier, manifest: SegmentManifest, seed: int = 0) -> list[Bl
     return blocks
 
 
+def begin_to_put(tier: ObjectTier, name: str, done: list[str], pages: int = 1) -> None:
+    """Put a segment without waiting for it; its name is noted when it is done."""
+    manifest = make_manifest(name, 0, pages, SIZES)
+    blocks = blocks_of(manifest)
+    assert tier.put(manifest, blocks, block_checksums(blocks), lambda: done.append(name))
+
+
+def occupy_writers(tier: ObjectTier, cluster: FakeCluster, done: list[str]) -> list[str]:
+    """Close the gate, and put a segment for each writer to wait there with; their names."""
+    cluster.gate.clear()
+    num_calls = len(cluster.calls)
+    names = [f"b{i}" for i in range(cluster_writer._NUM_THREADS)]
+    for name in names:
+        begin_to_put(tier, name, done)
+    wait_until(lambda: len(cluster.calls) == num_calls + len(names))
+    return names
+
+
 def match(
-    tier: MooncakeTier, keys: Sequence[str], next_token: int | None = None, model: ModelIdentity = MODEL
+    tier: ObjectTier, keys: Sequence[str], next_token: int | None = None, model: ModelIdentity = MODEL
 ) -> tuple[PageRun[Any], ...]:
     return tier.match(model, keys, tokens_of(keys), next_token)
 
 
-def fetch(tier: MooncakeTier, run: PageRun[Any]) -> tuple[list[Block], list[int]]:
+def fetch(tier: ObjectTier, run: PageRun[Any]) -> tuple[list[Block], list[int]]:
     blocks = [np.zeros(size, dtype=np.uint8) for size in run.segment.manifest.layer_num_bytes]
     landed: list[int] = []
     read_tail(tier, run, blocks, landed.append)
@@ -241,6 +268,89 @@ def test_the_description_is_written_after_the_blocks_and_the_pointer_last(
     assert "/f/c/0/" in puts[-1]
 
 
+def test_the_blocks_of_a_segment_are_written_and_read_in_batches(
+    host: Host, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read: the first layer that has bytes, then as many layers as one call may ask for; of all segments."""
+    monkeypatch.setattr(tier_module, "_BATCH_BYTES", 400)
+    tier, model = host(), make_model(num_layers=6)
+    manifests = [
+        make_manifest("c", page, page + 1, (100, 40, 100, 100, 240, 20), range_bytes=20) for page in (0, 1)
+    ]
+    stored = [put(tier, manifest) for manifest in manifests]
+    runs = match(tier, page_keys("c", 0, 2), model=model)
+    assert cluster.batches == [run.segment.block_keys for run in runs]
+    for sizes, calls in (
+        ((100, 40, 100, 100, 240, 20), ["0", "12", "3", "4", "5"]),
+        ((0, 40, 100, 100, 100, 20), ["1", "23", "45"]),
+        ((20,) * 6, ["0", "12345"]),
+        ((0,) * 6, []),
+    ):
+        cluster.batches.clear()
+        tails = Tails(runs, [sizes] * 2)
+        tier.fetch(tails.reads)
+        assert tails.order == [(number, layer) for layer in range(6) for number in range(2)]
+        asked = ["".join(key.rsplit("/", 1)[1] for key in batch) for batch in cluster.batches]
+        assert asked == ["".join(layer * 2 for layer in call) for call in calls]
+        for blocks, whole in zip(tails.blocks, stored, strict=True):
+            for block, right in zip(blocks, whole, strict=True):
+                np.testing.assert_array_equal(block, right[right.nbytes - block.nbytes :])
+
+
+def test_the_cost_is_that_of_blocks_that_are_read_together(
+    host: Host, cluster: FakeCluster, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planner adds up the costs of blocks: of 40 that come in two calls none costs a call."""
+    tier = host()
+    put(tier, make_manifest("c", 0, 1, (100,) * 40))
+    (run,) = match(tier, page_keys("c", 0, 1), model=make_model(num_layers=40))
+    get_into = FakeObjectStore.get_into
+
+    def slow_get_into(store: FakeObjectStore, parts: Sequence[ObjectPart]) -> list[bool]:
+        clock.now_s += 0.01
+        return get_into(store, parts)
+
+    monkeypatch.setattr(FakeObjectStore, "get_into", slow_get_into)
+    for _ in range(40):
+        fetch(tier, run)
+    assert tier.load_s(run.segment.manifest) == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_segment_of_which_an_object_fails_is_not_announced(
+    host: Host, cluster: FakeCluster, clock: Clock
+) -> None:
+    """The others stay; the next attempt completes them."""
+    tier = host()
+    put(tier, make_manifest("first", 0, 1, SIZES))
+    cluster.failing = ("/0",)
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    assert (tier.stats().failed_writes, tier.stats().is_suspended) == (1, True)
+    assert len(cluster.names("/f/")) == 1
+    assert match(host(), page_keys("c", 0, 3)) == ()
+    cluster.failing = ()
+    clock.now_s += 31
+    blocks = put(tier, make_manifest("c", 0, 3, SIZES))
+    (run,) = match(host(), page_keys("c", 0, 3))
+    assert all(np.array_equal(a, b) for a, b in zip(fetch(tier, run)[0], blocks, strict=True))
+
+
+def test_a_segment_that_another_host_is_writing_is_not_announced(host: Host, cluster: FakeCluster) -> None:
+    """Mooncake says of an object that is half written that it is stored."""
+    tier = host()
+    put(tier, make_manifest("first", 0, 1, SIZES))
+    cluster.half_written = ("/1",)
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    stats = tier.stats()
+    assert (stats.failed_writes, stats.written_segments, stats.is_suspended) == (1, 1, False)
+    assert len(cluster.names("/f/")) == 1
+    assert tier.find_missing(MODEL, page_keys("c", 0, 3)) == [range(3)]
+    # What the other one has written is left to it.
+    assert len(cluster.metadata_names()) == 2
+    cluster.half_written = ()
+    put(tier, make_manifest("c", 0, 3, SIZES))
+    assert len(match(host(), page_keys("c", 0, 3))) == 1
+
+
 def test_a_damaged_or_foreign_object_is_a_miss(host: Host, cluster: FakeCluster) -> None:
     put(host(), make_manifest("c", 0, 3, SIZES))
     whole = dict(cluster.objects)
@@ -346,6 +456,49 @@ def test_a_scheduler_that_asks_again_does_not_ask_the_cluster(
     assert cluster.calls != []
 
 
+def test_no_question_looks_at_segments_that_it_does_not_concern(
+    host: Host, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, tier = host(), host()
+    another = make_model("another")
+    for number in range(50):
+        put(tier, make_manifest(f"others{number}", 0, 1, SIZES, (MODEL, another)[number % 2]))
+    mine = {put_and_find(tier, make_manifest("c", page, page + 1, SIZES)) for page in range(2)}
+    touched: set[int] = set()
+
+    def get(segment: StoredObject, name: str) -> object:
+        touched.add(id(segment))
+        return object.__getattribute__(segment, name)
+
+    monkeypatch.setattr(StoredObject, "__getattribute__", get)
+    for step_s in (0.0, 1.5):
+        clock.now_s += step_s
+        touched.clear()
+        assert len(match(tier, page_keys("c", 0, 5))) == 2
+        assert touched == mine
+    touched.clear()
+    assert tier.stats().num_segments == 52
+    assert tier.stats().stored_bytes == 52 * sum(SIZES)
+    assert match(tier, page_keys("none", 0, 2)) == ()
+    assert tier.find_missing(MODEL, page_keys("none", 0, 2)) == [range(2)]
+    tier.discard(make_manifest("none", 0, 2, SIZES))
+    assert touched == set()
+    # A clear concerns the segments of its model, when it is noticed.
+    one.clear(another)
+    clock.now_s += EPOCH_AGE_S
+    touched.clear()
+    assert match(tier, page_keys("none", 0, 2), model=another) == ()
+    assert len(touched) == 25
+    assert tier.stats().num_segments == 27
+
+
+def put_and_find(tier: ObjectTier, manifest: SegmentManifest) -> int:
+    """Put a segment; the identity of the object by which the tier knows it."""
+    put(tier, manifest)
+    (run,) = match(tier, manifest.page_keys)
+    return id(run.segment)
+
+
 def test_a_slow_cluster_is_a_miss_whose_answer_is_remembered(host: Host, cluster: FakeCluster) -> None:
     put(host(), make_manifest("c", 0, 3, SIZES))
     tier = host(lookup_timeout_s=0.02)
@@ -420,7 +573,7 @@ class Tails:
         ]
 
 
-def put_three(tier: MooncakeTier) -> tuple[list[list[Block]], tuple[PageRun[Any], ...]]:
+def put_three(tier: ObjectTier) -> tuple[list[list[Block]], tuple[PageRun[Any], ...]]:
     """A conversation of three segments, in ranges of 20 bytes; what was put, and its runs."""
     manifests = [make_manifest("c", first, first + 2, SIZES, range_bytes=20) for first in (0, 2, 4)]
     blocks = [put(tier, manifest, seed) for seed, manifest in enumerate(manifests)]
@@ -458,7 +611,7 @@ def test_what_is_before_an_end_is_read_alone(host: Host, cluster: FakeCluster, i
     if is_damaged:
         # In the middle of the block, which is read then.
         tails.reads[0].num_after = (40, 20)
-        cluster.damage(runs[0].segment.block_key(0))
+        cluster.damage(runs[0].segment.block_keys[0])
     tier.fetch(tails.reads)
     assert bool(tails.errors) == is_damaged
     if not is_damaged:
@@ -472,7 +625,7 @@ def test_wrong_bytes_in_an_end_fail_their_segment_alone(host: Host, cluster: Fak
     tier = host()
     stored, runs = put_three(tier)
     # In the middle of the block.
-    cluster.damage(runs[1].segment.block_key(layer))
+    cluster.damage(runs[1].segment.block_keys[layer])
     sizes = (60, 40)
     tails = Tails(runs, [sizes] * 3)
     tier.fetch(tails.reads)
@@ -492,7 +645,7 @@ def test_wrong_bytes_before_an_end_do_not_matter_to_it(host: Host, cluster: Fake
     tier = host()
     _, runs = put_three(tier)
     for layer in range(2):
-        cluster.damage(runs[1].segment.block_key(layer))
+        cluster.damage(runs[1].segment.block_keys[layer])
     tails = Tails(runs, [(40, 20)] * 3)
     tier.fetch(tails.reads)
     assert (tails.errors, len(tails.order)) == ({}, 6)
@@ -506,7 +659,7 @@ def test_wrong_bytes_before_an_end_do_not_matter_to_it(host: Host, cluster: Fake
 def test_an_evicted_block_fails_its_segment_alone(host: Host, cluster: FakeCluster, layer: int) -> None:
     tier = host()
     _, runs = put_three(tier)
-    del cluster.objects[runs[0].segment.block_key(layer)]
+    del cluster.objects[runs[0].segment.block_keys[layer]]
     tails = Tails(runs, [(20, 20)] * 3)
     tier.fetch(tails.reads)
     assert list(tails.errors) == [0]
@@ -515,7 +668,7 @@ def test_an_evicted_block_fails_its_segment_alone(host: Host, cluster: FakeClust
     assert tails.order == [*[(0, 0)] * layer, (1, 0), (2, 0), (1, 1), (2, 1)]
     assert (tier.stats().evicted_segments, tier.stats().is_suspended) == (1, False)
     # Nothing of it is read of which the object is not asked for.
-    cluster.objects.pop(runs[1].segment.block_key(1))
+    cluster.objects.pop(runs[1].segment.block_keys[1])
     tails = Tails(runs[1:], [(20, 0)] * 2)
     tier.fetch(tails.reads)
     assert (tails.errors, len(tails.order)) == ({}, 4)
@@ -551,7 +704,8 @@ def test_a_cluster_that_goes_down_ends_the_whole_fetch(host: Host, cluster: Fake
     tails.reads[1].landed = go_down
     with pytest.raises(TierReadError, match="cannot be read"):
         tier.fetch(tails.reads)
-    assert tails.order == [(0, 0), (1, 0)]
+    # The first layer of all three had come.
+    assert tails.order == [(0, 0), (1, 0), (2, 0)]
     assert tier.stats().is_suspended
 
 
@@ -608,6 +762,57 @@ def test_the_queue_is_bounded_and_each_segment_is_done_once(host: Host, cluster:
     assert tier.flush(5.0)
     assert done == [0, 1]
     assert tier.stats().skipped_segments == {}, "they can be offered again"
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_segments_are_written_at_once_and_announced_in_order(
+    host: Host, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, is_failing: bool
+) -> None:
+    """What a segment continues can be found before it, however long that takes to write, or neither is."""
+    tier, other = host(), host()
+    put(tier, make_manifest("first", 0, 1, SIZES))
+    may_go_on = threading.Event()
+    put_blocks = FakeObjectStore.put_blocks
+
+    def slow_put_blocks(store: FakeObjectStore, keys: Sequence[str], blocks: Sequence[Block]) -> None:
+        if np.array_equal(blocks[0], blocks_of(make_manifest("c", 0, 1, SIZES))[0]):
+            assert may_go_on.wait(20)
+            if is_failing:
+                raise ObjectStoreError("failing")
+        put_blocks(store, keys, blocks)
+
+    monkeypatch.setattr(FakeObjectStore, "put_blocks", slow_put_blocks)
+    done: list[int] = []
+    for page in range(4):
+        manifest = make_manifest("c", page, page + 1, SIZES)
+        blocks = blocks_of(manifest, seed=page)
+        assert tier.put(manifest, blocks, block_checksums(blocks), lambda page=page: done.append(page))  # type: ignore[misc]
+    # Those of the other writers, beside that of the first segment.
+    wait_until(lambda: len(cluster.metadata_names()) == cluster_writer._NUM_THREADS)
+    time.sleep(0.02)
+    assert (len(cluster.names("/f/c/")), done) == (0, [])
+    assert match(other, page_keys("c", 1, 2)) == ()
+    may_go_on.set()
+    assert tier.flush(5.0)
+    assert done == [0, 1, 2, 3]
+    pointers = [key for operation, key in cluster.calls if operation == "put" and "/f/c/" in key]
+    assert [key.rsplit("/", 2)[1] for key in pointers] == ([] if is_failing else ["0", "1", "2", "3"])
+    assert tier.stats().skipped_segments == ({"failed": 4} if is_failing else {})
+    assert tier.stats().is_suspended == is_failing
+
+
+def test_a_copy_that_is_put_meanwhile_is_not_written_again(host: Host, cluster: FakeCluster) -> None:
+    tier = host()
+    put(tier, make_manifest("first", 0, 1, SIZES))
+    cluster.gate.clear()
+    done: list[str] = []
+    begin_to_put(tier, "c", done, pages=3)
+    begin_to_put(tier, "c", done, pages=2)
+    cluster.batches.clear()
+    cluster.gate.set()
+    assert tier.flush(5.0)
+    assert (len(cluster.batches), len(done), tier.stats().written_segments) == (1, 2, 2)
+    assert len(cluster.names("/f/c/0/")) == 1
 
 
 def test_a_clear_is_seen_at_once_here_and_soon_elsewhere(
@@ -706,23 +911,20 @@ def test_a_clear_while_the_cluster_is_down_happens_before_anything_else(
 def test_a_clear_drops_what_is_queued(host: Host, cluster: FakeCluster) -> None:
     tier = host()
     put(tier, make_manifest("a", 0, 1, SIZES))
-    cluster.gate.clear()
     done: list[str] = []
-    for name in ("b", "c"):
-        manifest = make_manifest(name, 0, 1, SIZES)
-        blocks = blocks_of(manifest)
-        assert tier.put(manifest, blocks, block_checksums(blocks), lambda name=name: done.append(name))  # type: ignore[misc]
+    names = occupy_writers(tier, cluster, done)
+    begin_to_put(tier, "waits", done)
     clearing = threading.Thread(target=tier.clear, args=(MODEL,))
     clearing.start()
     deadline_s = time.monotonic() + 5
-    while "c" not in done:
+    while "waits" not in done:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
     cluster.gate.set()
     clearing.join(10)
     assert tier.flush(5.0)
-    assert sorted(done) == ["b", "c"]
-    for name in ("a", "b", "c"):
+    assert done == ["waits", *names]
+    for name in ("a", *names, "waits"):
         assert match(tier, page_keys(name, 0, 1)) == ()
         assert match(host(), page_keys(name, 0, 1)) == ()
 
@@ -815,18 +1017,17 @@ def test_removals_that_wait_are_bounded() -> None:
 def test_what_cannot_be_decoded_is_not_written_if_it_waits(host: Host, cluster: FakeCluster) -> None:
     tier = host()
     put(tier, make_manifest("first", 0, 1, SIZES))
-    cluster.gate.clear()
     done: list[str] = []
-    manifests = [encoded(make_manifest(name, 0, 1, SIZES), "old") for name in "abc"]
-    for manifest in manifests:
-        name = manifest.page_keys[0]
-        blocks, checksums = blocks_of(manifest), no_checksums(manifest)
-        assert tier.put(manifest, blocks, checksums, lambda name=name: done.append(name))  # type: ignore[misc]
-    tier.discard(manifests[2])
-    assert done == ["c/0"]
+    names = occupy_writers(tier, cluster, done)
+    for name in ("stays", "waits"):
+        begin_to_put(tier, name, done)
+    tier.discard(make_manifest("waits", 0, 1, SIZES))
+    assert done == ["waits"]
     cluster.gate.set()
     assert tier.flush(5.0)
-    assert tier.find_missing(MODEL, ("a/0", "b/0", "c/0")) == [range(2, 3)]
+    assert done == ["waits", *names, "stays"]
+    assert tier.find_missing(MODEL, [f"{name}/0" for name in (*names, "stays")]) == []
+    assert tier.find_missing(MODEL, ["waits/0"]) == [range(1)]
 
 
 def test_the_numbers_add_up(host: Host) -> None:
@@ -846,7 +1047,7 @@ def test_without_the_client_the_error_names_the_extra(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(importlib, "import_module", refuse)
     with pytest.raises(DaemonError, match=r"krul-sglang\[mooncake\]"):
-        MooncakeTier(OPTIONS, None)
+        ObjectTier(OPTIONS, None)
 
 
 @pytest.mark.parametrize(
@@ -856,6 +1057,7 @@ def test_without_the_client_the_error_names_the_extra(monkeypatch: pytest.Monkey
         ({"master_address": "host:99999"}, "master_address"),
         ({"protocol": "udp"}, "protocol"),
         ({"segment_bytes": -1}, "segment_bytes"),
+        ({"replicas": 0}, "replicas must be at least 1, got 0"),
         ({"lookup_timeout_s": 0.0}, "lookup_timeout_s"),
         ({"read_timeout_s": float("nan")}, "read_timeout_s"),
     ],

@@ -20,8 +20,8 @@ from krul_backend.errors import CodecError, TierReadError
 from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.dram.host_store import HostStore
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeOptions
-from krul_backend.tiers.mooncake.tier import MooncakeTier
+from krul_backend.tiers.objects.mooncake_client import MooncakeOptions
+from krul_backend.tiers.objects.tier import ObjectTier
 from krul_sglang.adapter.model_bases import BasesFile
 from krul_sglang.engine.budget.shared_bases import NEWEST, OlderBases, SharedBases
 from krul_sglang.engine.common.agreement import RankAgreement
@@ -153,7 +153,7 @@ def test_other_hosts_of_a_cluster_get_them(tmp_path: Path) -> None:
 
     def on_host() -> TieredStore:
         options = MooncakeOptions("127.0.0.1:1", segment_bytes=1 << 20, lookup_timeout_s=5.0)
-        tier = MooncakeTier(options, None, connect=lambda options, arena: FakeObjectStore(cluster))
+        tier = ObjectTier(options, None, connect=lambda: FakeObjectStore(cluster))
         return TieredStore(HostStore(CAPACITY), (tier,))
 
     with closing(on_host()) as first, closing(on_host()) as second:

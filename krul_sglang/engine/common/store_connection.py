@@ -155,6 +155,7 @@ def daemon_arguments(config: KrulConfig, arena_bytes: int) -> list[str]:
     if config.ssd_capacity is not None:
         # Without a directory, too: the daemon refuses that, and says why.
         arguments += ["--ssd-capacity", str(config.ssd_capacity)]
-    for setting in config.mooncake.split(",") if config.mooncake else ():
-        arguments += ["--mooncake", setting]
+    for tier, settings in (("mooncake", config.mooncake), ("bucket", config.bucket)):
+        for setting in settings.split(",") if settings else ():
+            arguments += [f"--{tier}", setting]
     return arguments

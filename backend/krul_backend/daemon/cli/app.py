@@ -41,14 +41,14 @@ def _size(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
-def _mooncake_options(pairs: list[str]) -> dict[str, str] | None:
+def _tier_options(tier: str, pairs: list[str]) -> dict[str, str] | None:
     options: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not (name and equals):
-            raise ConfigError(f"--mooncake: got {pair!r}, accepted is <name>=<value>")
+            raise ConfigError(f"--{tier}: got {pair!r}, accepted is <name>=<value>")
         if name in options:
-            raise ConfigError(f"--mooncake: {name!r} is given twice")
+            raise ConfigError(f"--{tier}: {name!r} is given twice")
         options[name] = value
     return options or None
 
@@ -78,6 +78,10 @@ def serve_command(
     mooncake: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="An option of the Mooncake tier; may be repeated."),
+    ] = None,
+    bucket: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of the bucket tier; may be repeated."),
     ] = None,
     eviction: Annotated[str, typer.Option(help="What leaves first: value or lru.")] = DaemonConfig.eviction,
     tenant_quota: Annotated[
@@ -130,7 +134,8 @@ def serve_command(
             ssd_queue_bytes=ssd_queue,
             # If the engine was just restarted, its earlier daemon may still be writing to the disk.
             ssd_patience_s=EMBEDDED_PATIENCE_S if embedded else 0.0,
-            mooncake=_mooncake_options(mooncake or []),
+            mooncake=_tier_options("mooncake", mooncake or []),
+            bucket=_tier_options("bucket", bucket or []),
             eviction=eviction,
             tenant_quota=tenant_quota,
             exit_when_unused=exit_when_unused or embedded,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,8 +34,8 @@ def build_store(config: DaemonConfig) -> TieredStore:
     try:
         if config.ssd_dir is not None:
             tiers.append(_ssd_tier(config, config.ssd_dir, host))
-        if config.mooncake is not None:
-            tiers.append(_mooncake_tier(config.mooncake, host))
+        for tier in _object_tiers(config, host):
+            tiers.append(tier)
     except BaseException:
         for tier in tiers:
             tier.close()
@@ -62,10 +62,15 @@ def _ssd_tier(config: DaemonConfig, directory: Path, host: HostStore) -> LowerTi
     )
 
 
-def _mooncake_tier(given: Mapping[str, str], host: HostStore) -> LowerTier:
-    from krul_backend.tiers.mooncake import MooncakeOptions, MooncakeTier
+def _object_tiers(config: DaemonConfig, host: HostStore) -> Iterator[LowerTier]:
+    if config.mooncake is None and config.bucket is None:
+        return
+    from krul_backend.tiers.objects import BucketOptions, MooncakeOptions, ObjectTier
 
-    return MooncakeTier(parse_options(MooncakeOptions, "mooncake", given), host.buffer)
+    if config.mooncake is not None:
+        yield ObjectTier(parse_options(MooncakeOptions, "mooncake", config.mooncake), host.buffer)
+    if config.bucket is not None:
+        yield ObjectTier(parse_options(BucketOptions, "bucket", config.bucket), host.buffer)
 
 
 def parse_options(kind: type[Options], name: str, given: Mapping[str, str]) -> Options:

@@ -18,7 +18,7 @@ class DaemonConfig:
     ``runtime_dir`` holds the sockets. ``ssd_dir`` None: no SSD tier; ``ssd_capacity_bytes`` None: half of
     what is free on that disk at start. ``ssd_queue_bytes``: how much may wait in DRAM to be written there;
     the rest is offered again. ``ssd_patience_s``: how long to wait for another daemon to leave ``ssd_dir``.
-    ``mooncake`` None: no Mooncake tier; otherwise its options by name.
+    ``mooncake``, ``bucket`` None: no such tier; otherwise its options by name.
     ``tenant_quota`` is the share of the arena that one tenant may take. ``metrics_port`` 0: no metrics.
     ``hints_port`` 0: no hints over HTTP.
     ``admin_endpoint`` (``tcp://host:port``) needs ``curve_dir``: the server's key, the allowed clients' keys.
@@ -35,6 +35,7 @@ class DaemonConfig:
     ssd_queue_bytes: int = 256 << 20
     ssd_patience_s: float = 0.0
     mooncake: Mapping[str, str] | None = None
+    bucket: Mapping[str, str] | None = None
     eviction: str = "value"
     tenant_quota: float = 1.0
     metrics_port: int = 0

@@ -75,7 +75,7 @@ def serve(config: DaemonConfig) -> None:
             store,
             context,
             # A lookup in a cluster waits for its network.
-            may_lookup_wait=config.mooncake is not None,
+            may_lookup_wait=config.mooncake is not None or config.bucket is not None,
             observer=metrics.observe if config.metrics_port else None,
             exit_when_unused=config.exit_when_unused,
             admin_socket=admin.socket if admin is not None else None,

@@ -1,4 +1,4 @@
-"""A segment in the cluster: the names of its objects, and the encoding of its metadata object.
+"""A segment in the store: the names of its objects, and the encoding of its metadata object.
 
 In the names are epochs: numbers that a clear replaces, so that no old name is found.
 """
@@ -17,9 +17,9 @@ import xxhash
 
 from krul_backend.errors import RecordError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.interface import Checksums, Clock
+from krul_backend.tiers.common.interface import Block, Checksums, Clock
 from krul_backend.tiers.common.record import decode_header, encode_metadata, encode_segment
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient
+from krul_backend.tiers.objects.object_client import ObjectClient, ObjectPart
 
 ROOT = f"krul/{FORMAT_VERSION}"
 EPOCH_AGE_S = 1.0
@@ -61,7 +61,7 @@ class Epochs:
                 return None
             return known
 
-    def prefix(self, store: MooncakeClient, fingerprint: str, *, may_create: bool = False) -> str | None:
+    def prefix(self, store: ObjectClient, fingerprint: str, *, may_create: bool = False) -> str | None:
         """The model's prefix, read from the cluster if not known; None if nothing was ever stored.
 
         Raises:
@@ -89,7 +89,7 @@ class Epochs:
             self._known.clear()
             self._num_clears += 1
 
-    def settle(self, store: MooncakeClient) -> None:
+    def settle(self, store: ObjectClient) -> None:
         """Replace the epochs of pending clears, and remove cleared objects that nobody is reading.
 
         Raises:
@@ -115,7 +115,7 @@ def _names(fingerprint: str) -> tuple[str, str]:
     return f"{ROOT}/epoch", f"{ROOT}/{fingerprint}/epoch"
 
 
-def _read(store: MooncakeClient, name: str, *, may_create: bool) -> str | None:
+def _read(store: ObjectClient, name: str, *, may_create: bool) -> str | None:
     number = _number(store.get(name, 16))
     if number is None and may_create:
         store.put(name, secrets.token_hex(8).encode(), is_pinned=True)
@@ -151,19 +151,26 @@ class StoredObject:
     manifest: SegmentManifest
     checksums: Checksums
     confirmed_at_s: float
+    joins_blocks: bool
     segment_id: int = field(default_factory=itertools.count(1).__next__)
 
     @property
     def metadata_key(self) -> str:
         return f"{self.place}/m"
 
-    def block_key(self, layer: int) -> str:
-        return f"{self.place}/{layer}"
-
     @property
     def block_keys(self) -> list[str]:
-        """The objects of all layers that have bytes."""
-        return [self.block_key(layer) for layer, size in enumerate(self.manifest.layer_num_bytes) if size]
+        """The objects of all layers that have bytes, or the one of all."""
+        if self.joins_blocks:
+            return [f"{self.place}/b"]
+        return [f"{self.place}/{layer}" for layer, size in enumerate(self.manifest.layer_num_bytes) if size]
+
+    def part(self, layer: int, block: Block, num_after: int) -> ObjectPart:
+        """What is read into ``block``: that of a layer which ends ``num_after`` bytes before the layer."""
+        sizes = self.manifest.layer_num_bytes
+        if self.joins_blocks:
+            return ObjectPart(f"{self.place}/b", block, sum(sizes), num_after + sum(sizes[layer + 1 :]))
+        return ObjectPart(f"{self.place}/{layer}", block, sizes[layer], num_after)
 
 
 def pointer_key(prefix: str, first_page_key: str, n: int) -> str:

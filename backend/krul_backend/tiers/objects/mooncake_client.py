@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from krul_backend.errors import ConfigError, DaemonError, KrulError
+from krul_backend.errors import ConfigError, DaemonError
 from krul_backend.tiers.common.interface import Block
+from krul_backend.tiers.objects.object_client import (
+    ObjectClient,
+    ObjectPart,
+    ObjectStoreError,
+    StoreFullError,
+    without_keys,
+)
 
 # mooncake-store/include/types.h, ErrorCode.
 _NO_AVAILABLE_HANDLE = -200
 _INVALID_PARAMS = -600
+_REPLICA_IS_NOT_READY = -703
 _OBJECT_NOT_FOUND = -704
 _OBJECT_ALREADY_EXISTS = -705
+
+# An object that somebody is still writing cannot be read yet.
+_NOT_THERE = (_OBJECT_NOT_FOUND, _REPLICA_IS_NOT_READY)
 
 _PROBE_TIMEOUT_S = 0.5
 # When a host leaves, its part of the cluster is lost. With fewer hosts, Mooncake makes fewer copies.
 _NUM_PINNED_REPLICAS = 3
-
-
-class ObjectStoreError(KrulError):
-    """The store cannot be reached, or answered with an error."""
-
-
-class StoreFullError(ObjectStoreError):
-    """There is no room for an object now; the store itself works."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,15 @@ class MooncakeOptions:
     cluster (0: use it only); ``buffer_bytes`` are for copies of what lies outside the arena.
 
     A lookup that takes longer than ``lookup_timeout_s`` is a miss; a late answer is remembered for the next.
-    Reading a segment may take ``read_timeout_s``. At most ``queue_bytes`` wait to be written.
+    Reading a segment may take ``read_timeout_s``. At most ``queue_bytes`` wait to be written. What is written
+    is copied to ``replicas`` hosts, or to all if there are fewer.
 
     Raises:
         ConfigError: a value that cannot be used.
     """
+
+    name: ClassVar[str] = "mooncake"
+    place: ClassVar[str] = "Mooncake cluster"
 
     master_address: str
     metadata_server: str = "P2PHANDSHAKE"
@@ -60,6 +66,7 @@ class MooncakeOptions:
     lookup_timeout_s: float = 0.05
     read_timeout_s: float = 30.0
     queue_bytes: int = 1 << 30
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         host, _, port = self.master_address.rpartition(":")
@@ -69,12 +76,20 @@ class MooncakeOptions:
             raise ConfigError("mooncake metadata_server and local_hostname must not be empty")
         if self.protocol not in ("tcp", "rdma"):
             raise ConfigError(f"mooncake protocol must be 'tcp' or 'rdma', got {self.protocol!r}")
-        for name, least in (("segment_bytes", 0), ("buffer_bytes", 1 << 20), ("queue_bytes", 1)):
+        at_least = {"segment_bytes": 0, "buffer_bytes": 1 << 20, "queue_bytes": 1, "replicas": 1}
+        for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"mooncake {name} must be at least {least}, got {getattr(self, name)}")
         for name in ("lookup_timeout_s", "read_timeout_s"):
             if not 0 < getattr(self, name) < 3600:
                 raise ConfigError(f"mooncake {name} must be between 0 and 3600 s, got {getattr(self, name)}")
+
+    @property
+    def given_bytes(self) -> int:
+        return self.segment_bytes
+
+    def connect(self, arena: Block | None) -> MooncakeClient:
+        return MooncakeClient(self, arena)
 
     @property
     def master(self) -> tuple[str, int]:
@@ -100,11 +115,8 @@ def require_mooncake() -> Any:
         ) from error
 
 
-class MooncakeClient:
-    """Keeps objects of bytes by name, with ``mooncake.store.MooncakeDistributedStore``. Thread-safe.
-
-    Any object can be evicted at any time. Every method may raise ``ObjectStoreError``. A missing object is no
-    error: each method says what it then does.
+class MooncakeClient(ObjectClient):
+    """Keeps objects in a cluster, with ``mooncake.store.MooncakeDistributedStore``.
 
     Blocks inside ``arena`` are sent and received in place (it is registered with the transfer engine); others
     are copied once. Calls release the GIL, and take about 4 s to fail when the master is gone.
@@ -114,6 +126,8 @@ class MooncakeClient:
         ObjectStoreError: the cluster does not answer, or does not let us in.
     """
 
+    joins_blocks = False
+
     def __init__(self, options: MooncakeOptions, arena: Block | None) -> None:
         module = require_mooncake()
         # The client itself would try for minutes to reach a master that is not there.
@@ -122,9 +136,10 @@ class MooncakeClient:
         except OSError as error:
             raise ObjectStoreError(f"no Mooncake master at {options.master_address}: {error}") from error
         self._replication = module.ReplicateConfig()
+        self._replication.replica_num = options.replicas
         self._pinned = module.ReplicateConfig()
         self._pinned.with_hard_pin = True
-        self._pinned.replica_num = _NUM_PINNED_REPLICAS
+        self._pinned.replica_num = max(_NUM_PINNED_REPLICAS, options.replicas)
         self._store = module.MooncakeDistributedStore()
         code = self._store.setup(
             options.local_hostname,
@@ -142,29 +157,29 @@ class MooncakeClient:
         if arena is not None and self._store.register_buffer(arena.ctypes.data, arena.nbytes) == 0:
             self._arena_range = range(arena.ctypes.data, arena.ctypes.data + arena.nbytes)
 
-    def put(self, key: str, value: Block | bytes, *, is_pinned: bool = False) -> None:
-        """Store an object of at least one byte unless there is one of that name, which then stays as it is.
-
-        ``is_pinned``: never evict it, and keep copies on several hosts. Raises ``StoreFullError``, too.
-        """
-        config = self._pinned if is_pinned else self._replication
-        if isinstance(value, np.ndarray) and self._is_registered(value):
-            code = self._store.put_from(key, value.ctypes.data, value.nbytes, config)
-        else:
-            code = self._store.put(key, value, config)
+    def put(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
+        code = self._store.put(key, value, self._pinned if is_pinned else self._replication)
         if code != _OBJECT_ALREADY_EXISTS:
             _check(code, f"put {key}")
 
+    def put_blocks(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
+        if all(map(self._is_registered, blocks)):
+            codes = self._store.batch_put_from(list(keys), *_places(blocks), self._replication)
+        else:
+            # One by one: ``put_batch`` does not say which of them it has stored.
+            codes = [self._store.put(*item, self._replication) for item in zip(keys, blocks, strict=True)]
+        for key, code in zip(keys, codes, strict=True):
+            if code != _OBJECT_ALREADY_EXISTS:
+                _check(code, f"put {key}")
+
     def replace(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
-        """Store an object in place of any other of that name. Raises ``StoreFullError``, too."""
         _check(
             self._store.upsert(key, value, self._pinned if is_pinned else self._replication), f"replace {key}"
         )
 
     def get(self, key: str, max_num_bytes: int) -> bytes | None:
-        """A small object's bytes; None if there is none, or a larger one."""
         num_bytes = self._store.get_size(key)
-        if num_bytes == _OBJECT_NOT_FOUND:
+        if num_bytes in _NOT_THERE:
             return None
         _check(num_bytes, f"size of {key}")
         if num_bytes > max_num_bytes:
@@ -173,47 +188,52 @@ class MooncakeClient:
         value: bytes = self._store.get(key)
         return value or None
 
-    def get_into(self, key: str, block: Block, num_bytes: int, num_after: int = 0) -> bool:
-        """Fill ``block`` with the end of an object of ``num_bytes``, or with what is before the last
-        ``num_after``; False if there is no such object.
-
-        Returns when nothing writes to ``block`` any more, also after an error.
-        """
-        if not self._is_registered(block):
-            value = self.get(key, num_bytes)
-            if value is None or len(value) != num_bytes:
-                return False
-            end = num_bytes - num_after
-            block[:] = np.frombuffer(value, dtype=np.uint8)[end - block.nbytes : end]
-            return True
-        address = block.ctypes.data
-        if block.nbytes == num_bytes:
-            code = self._store.get_into(key, address, num_bytes)
-        else:
-            first = num_bytes - num_after - block.nbytes
-            codes = self._store.get_into_ranges([address], [[key]], [[[0]]], [[[first]]], [[[block.nbytes]]])
-            code = codes[0][0][0]
-        # INVALID_PARAMS: the object is larger than the block.
-        if code in (_OBJECT_NOT_FOUND, _INVALID_PARAMS):
-            return False
-        _check(code, f"get {key}")
-        return bool(code == block.nbytes)
+    def get_into(self, parts: Sequence[ObjectPart]) -> list[bool]:
+        codes: list[int] = [_OBJECT_NOT_FOUND] * len(parts)
+        # By key: of a key that comes twice, ``batch_get_into`` fills one block only.
+        whole: dict[str, int] = {}
+        ranges: list[int] = []
+        for i, part in enumerate(parts):
+            if not self._is_registered(part.block):
+                codes[i] = self._copy_into(part)
+            elif part.block.nbytes == part.num_bytes and part.key not in whole:
+                whole[part.key] = i
+            else:
+                ranges.append(i)
+        if whole:
+            blocks = [parts[i].block for i in whole.values()]
+            read = self._store.batch_get_into(list(whole), *_places(blocks))
+            for i, code in zip(whole.values(), read, strict=True):
+                codes[i] = code
+        if ranges:
+            addresses, sizes = _places([parts[i].block for i in ranges])
+            of_blocks = self._store.get_into_ranges(
+                addresses,
+                [[parts[i].key] for i in ranges],
+                [[[0]]] * len(ranges),
+                [[[parts[i].start]] for i in ranges],
+                [[[size]] for size in sizes],
+            )
+            for i, of_keys in zip(ranges, of_blocks, strict=True):
+                codes[i] = of_keys[0][0]
+        for part, code in zip(parts, codes, strict=True):
+            # INVALID_PARAMS: the object is larger than the block, or ends before the range.
+            if code != _INVALID_PARAMS and code not in _NOT_THERE:
+                _check(code, f"get {part.key}")
+        return [code == part.block.nbytes for part, code in zip(parts, codes, strict=True)]
 
     def have_all(self, keys: Sequence[str]) -> bool:
-        """Whether all these objects are there. Asking protects them from eviction for some seconds."""
         codes = self._store.batch_is_exist(list(keys))
         for code in codes:
             _check(code, "existence of objects")
         return len(codes) == len(keys) and all(code == 1 for code in codes)
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove objects, also while somebody reads them (a reader then finds wrong bytes, or none)."""
         for code in self._store.batch_remove(list(keys), True):
-            if code != _OBJECT_NOT_FOUND:
+            if code not in _NOT_THERE:
                 _check(code, "removal of objects")
 
     def remove_matching(self, pattern: str) -> None:
-        """Remove the objects whose names match a regular expression and that nobody reads."""
         _check(self._store.remove_by_regex(pattern, False), f"remove {pattern}")
 
     def close(self) -> None:
@@ -222,16 +242,28 @@ class MooncakeClient:
             self._store.unregister_buffer(self._arena.ctypes.data)
         self._store.close()
 
+    def _copy_into(self, part: ObjectPart) -> int:
+        """Fill a block that is not registered; returns what ``get_into`` of Mooncake's client would."""
+        value = self.get(part.key, part.num_bytes)
+        if value is None or len(value) != part.num_bytes:
+            return _OBJECT_NOT_FOUND
+        part.block[:] = np.frombuffer(value, np.uint8, part.block.nbytes, part.start)
+        return part.block.nbytes
+
     def _is_registered(self, block: Block) -> bool:
         start = block.ctypes.data
         return start in self._arena_range and start + block.nbytes <= self._arena_range.stop
 
 
+def _places(blocks: Sequence[Block]) -> tuple[list[int], list[int]]:
+    """The addresses and the sizes of blocks."""
+    return [block.ctypes.data for block in blocks], [block.nbytes for block in blocks]
+
+
 def _check(code: int, what: str) -> None:
     if code >= 0:
         return
-    # Keys of pages are long, and of no use in a message.
-    what = re.sub(r"[0-9a-f]{16,}", "*", what)
+    what = without_keys(what)
     if code == _NO_AVAILABLE_HANDLE:
         raise StoreFullError(f"{what}: no room in the cluster's memory")
     raise ObjectStoreError(f"{what}: Mooncake answered error {code}")

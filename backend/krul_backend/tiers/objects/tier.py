@@ -1,10 +1,10 @@
-"""The tier in a Mooncake cluster: segments that any daemon of the cluster stored."""
+"""The tier in a store of objects: segments that any daemon that uses the store has put there."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -24,76 +24,71 @@ from krul_backend.tiers.common.lower_tier import (
 )
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
-from krul_backend.tiers.mooncake.cluster_connection import (
-    UNMEASURED,
-    ClusterConnection,
-    TimedCalls,
-    seen_cost,
-)
-from krul_backend.tiers.mooncake.cluster_writer import ClusterWriter
-from krul_backend.tiers.mooncake.lookup import KnownSegments, Lookup
-from krul_backend.tiers.mooncake.mooncake_client import (
-    MooncakeClient,
-    MooncakeOptions,
+from krul_backend.tiers.objects.cluster_connection import UNMEASURED, ClusterConnection, TimedCalls, seen_cost
+from krul_backend.tiers.objects.cluster_writer import ClusterWriter
+from krul_backend.tiers.objects.lookup import KnownSegments, Lookup
+from krul_backend.tiers.objects.object_client import (
+    ObjectClient,
+    ObjectPart,
     ObjectStoreError,
-    require_mooncake,
+    ObjectStoreOptions,
 )
-from krul_backend.tiers.mooncake.stored_object import Epochs, StoredObject
+from krul_backend.tiers.objects.stored_object import Epochs, StoredObject
 
 logger = logging.getLogger(__name__)
 
-NAME = "mooncake"
 _NUM_LOOKUP_THREADS = 2
 _NUM_READ_THREADS = 4
 _CLEAR_TIMEOUT_S = 5.0
+_BATCH_BYTES = 8 << 20
+"""What one call asks for. Nothing of it lands, and no deadline is looked at, before all of it has come."""
 
 
-class MooncakeTier(LowerTier):
-    """Keeps segments in a Mooncake cluster. If the cluster cannot be reached, the tier starts suspended.
+class ObjectTier(LowerTier):
+    """Keeps segments as objects. If their store cannot be reached, the tier starts suspended.
 
     A suspended tier tries again by itself.
 
     Args:
-        arena: the memory that blocks are views of, uint8; it is registered for transfers without a copy.
+        arena: the memory that blocks are views of, uint8; it may be registered for transfers without a copy.
             None: blocks are copied once.
-        connect: makes the client; another one than Mooncake's in tests.
+        connect: makes the client in place of ``options``, in tests.
 
     Raises:
-        DaemonError: Mooncake's client is not installed.
+        ConfigError: there is no such store.
+        DaemonError: its client is not installed.
     """
-
-    name = NAME
 
     def __init__(
         self,
-        options: MooncakeOptions,
+        options: ObjectStoreOptions,
         arena: npt.NDArray[np.uint8] | None,
         *,
-        connect: Callable[[MooncakeOptions, Block | None], MooncakeClient] | None = None,
+        connect: Callable[[], ObjectClient] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        if connect is None:
-            require_mooncake()
-            connect = MooncakeClient
+        self.name = options.name
         self._options = options
         self._clock = clock
         self._counters = TierCounters()
         self._cost = MeasuredCost(UNMEASURED)
-        self._suspension = Suspension(NAME, clock)
-        self._connection = ClusterConnection(lambda: connect(options, arena), self._suspension, self._cost)
+        self._suspension = Suspension(self.name, clock)
+        self._connection = ClusterConnection(
+            options.place, connect or partial(options.connect, arena), self._suspension, self._cost
+        )
+        try:
+            self._connection.store()
+        except ObjectStoreError as error:
+            self._suspension.failed(f"cannot join the {options.place}", error)
         self._epochs = Epochs(clock)
         self._known = KnownSegments(clock)
         self._lookup = Lookup(
             self._known, self._epochs, clock, lambda: self._counters.add(corrupted_segments=1)
         )
-        self._calls = TimedCalls("krul-mooncake-lookup", _NUM_LOOKUP_THREADS)
-        self.reads = ReadQueue(_NUM_READ_THREADS, f"krul-read-{NAME}")
+        self._calls = TimedCalls(f"krul-{self.name}-lookup", _NUM_LOOKUP_THREADS)
+        self.reads = ReadQueue(_NUM_READ_THREADS, f"krul-read-{self.name}")
         # In a thread of their own: a drop of a long conversation must not hold up lookups.
-        self._removals = TimedCalls("krul-mooncake-remove", 1)
-        try:
-            self._connection.store()
-        except ObjectStoreError as error:
-            self._suspension.failed("cannot join the cluster", error)
+        self._removals = TimedCalls(f"krul-{self.name}-remove", 1)
         self._writer = ClusterWriter(
             self._connection,
             self._suspension,
@@ -134,32 +129,31 @@ class MooncakeTier(LowerTier):
 
     def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         started_s = self._clock()
-        num_layers = max((len(read.blocks) for read in reads), default=0)
+        asked: list[int] = []
+        read_s = 0.0
         try:
             store = self._connection.store()
             for read in reads:
                 read.attempt(partial(self._check_epoch, store, read.run.segment))
-            for layer in range(num_layers):
-                for read in reads:
-                    if layer < len(read.blocks):
-                        read.attempt(partial(self._read_layer, store, read, layer))
+            for layers in _batches(reads):
+                parts, took_s = self._read_layers(store, reads, layers)
+                asked += [part.block.nbytes for part in parts]
+                read_s += took_s
                 if self._clock() - started_s > self._options.read_timeout_s:
                     self._counters.add(slow_reads=1)
                     self._suspension.failed("slow reads", f"more than {self._options.read_timeout_s:g} s")
-                    raise TierReadError("segments took too long to come from the Mooncake cluster")
+                    raise TierReadError(f"segments took too long to come from the {self._options.place}")
         except ObjectStoreError as error:
             self._counters.add(failed_reads=1)
             self._suspension.failed("reads fail", error)
-            raise TierReadError(f"the Mooncake cluster cannot be read: {error}") from error
+            raise TierReadError(f"the {self._options.place} cannot be read: {error}") from error
+        finally:
+            if asked:
+                self._cost.correct(lambda cost: seen_cost(cost, asked, read_s))
         self._suspension.succeeded()
         good = [read for read in reads if read.error is None]
         num_bytes = sum(block.nbytes for read in good for block in read.blocks)
         self._counters.add(read_segments=len(good), read_bytes=num_bytes)
-
-    def _read_layer(self, store: MooncakeClient, read: TailRead, layer: int) -> None:
-        if read.blocks[layer].nbytes:
-            self._read_block(store, read, layer)
-        read.landed(layer)
 
     def put(
         self,
@@ -219,7 +213,7 @@ class MooncakeTier(LowerTier):
             SegmentInfo.of(
                 segment.segment_id,
                 segment.manifest,
-                NAME,
+                self.name,
                 idle_s=max(0.0, self._clock() - segment.confirmed_at_s),
             )
             for segment in self._known.segments()
@@ -232,17 +226,15 @@ class MooncakeTier(LowerTier):
         for segment in self._known.segments():
             try:
                 store = self._connection.store()
-                run, sizes = PageRun(segment, 0, 1), segment.manifest.layer_num_bytes
+                sizes = segment.manifest.layer_num_bytes
                 blocks = [np.empty(size, dtype=np.uint8) for size in sizes]
-                read = TailRead(run, blocks, lambda layer: None, lambda error: None)
-                for layer, size in enumerate(sizes):
-                    if size:
-                        self._read_block(store, read, layer)
-                        num_blocks, num_bytes = num_blocks + 1, num_bytes + size
-            except _WrongBytesError:
-                bad_segments.append(segment.segment_id)
-            except TierReadError:
-                continue
+                landed: list[int] = []
+                read = TailRead(PageRun(segment, 0, 1), blocks, landed.append, lambda error: None)
+                self._read_layers(store, (read,), range(len(sizes)))
+                num_blocks += sum(sizes[layer] > 0 for layer in landed)
+                num_bytes += sum(sizes[layer] for layer in landed)
+                if isinstance(read.error, _WrongBytesError):
+                    bad_segments.append(segment.segment_id)
             except ObjectStoreError as error:
                 self._suspension.failed("reads fail", error)
                 break
@@ -251,24 +243,22 @@ class MooncakeTier(LowerTier):
     def stats(self) -> TierStats:
         """As ``LowerTier.stats``, for this daemon.
 
-        The capacity is the memory that it gave to the cluster. ``stored_bytes`` and the counts are of the
-        segments that it knows, wherever they lie. ``used_bytes`` is ``stored_bytes``, at most the capacity:
-        the client does not tell what others stored in this memory.
+        The capacity is the memory that it gave to the store, or what is stored if that has no limit.
+        ``stored_bytes`` and the counts are of the segments that it knows, wherever they lie. ``used_bytes``
+        is ``stored_bytes``, at most the capacity: the client does not tell what others stored in this memory.
         """
-        segments = self._known.segments()
-        with self._known.index() as index:
-            num_pages = index.num_pages
-        stored_bytes = sum(segment.manifest.num_bytes for segment in segments)
-        capacity_bytes = self._options.segment_bytes
+        num_segments, num_pages, stored_bytes = self._known.sizes()
+        given_bytes = self._options.given_bytes
+        capacity_bytes = stored_bytes if given_bytes is None else given_bytes
         used_bytes = min(stored_bytes, capacity_bytes)
         queued_segments, queued_bytes = self._writer.queue.sizes()
         return TierStats(
-            name=NAME,
+            name=self.name,
             capacity_bytes=capacity_bytes,
             used_bytes=used_bytes,
             free_bytes=capacity_bytes - used_bytes,
             stored_bytes=stored_bytes,
-            num_segments=len(segments),
+            num_segments=num_segments,
             num_pages=num_pages,
             queued_segments=queued_segments,
             queued_bytes=queued_bytes,
@@ -297,26 +287,42 @@ class MooncakeTier(LowerTier):
         except ObjectStoreError as error:
             self._suspension.failed("cannot clear", error)
 
-    def _check_epoch(self, store: MooncakeClient, segment: StoredObject) -> None:
+    def _check_epoch(self, store: ObjectClient, segment: StoredObject) -> None:
         if self._epochs.prefix(store, segment.manifest.model.fingerprint) != segment.prefix:
             self._known.forget(segment)
             raise TierReadError("the segment was cleared")
 
-    def _read_block(self, store: MooncakeClient, read: TailRead, layer: int) -> None:
+    def _read_layers(
+        self, store: ObjectClient, reads: Sequence[TailRead], layers: range
+    ) -> tuple[list[ObjectPart], float]:
+        """Read some layers in one call; returns what was asked for, and the seconds that it took."""
+        landing = [
+            (read, layer)
+            for layer in layers
+            for read in reads
+            if read.error is None and layer < len(read.blocks)
+        ]
+        parts = [_part(read, layer) for read, layer in landing if read.blocks[layer].nbytes]
+        started_s = self._clock()
+        is_read = iter(store.get_into(parts) if parts else ())
+        took_s = self._clock() - started_s
+        for read, layer in landing:
+            is_there = not read.blocks[layer].nbytes or next(is_read)
+            read.attempt(partial(self._land, read, layer, is_there))
+        return parts, took_s
+
+    def _land(self, read: TailRead, layer: int, is_read: bool) -> None:
         segment: StoredObject = read.run.segment
-        block, started_s = read.blocks[layer], self._clock()
-        num_bytes = segment.manifest.layer_num_bytes[layer]
-        if not store.get_into(segment.block_key(layer), block, num_bytes, read.num_after[layer]):
+        if not is_read:
             if self._known.forget(segment):
                 self._counters.add(evicted_segments=1, evicted_bytes=segment.manifest.num_bytes)
-            raise TierReadError(f"layer {layer} is not in the Mooncake cluster any more")
-        took_s = self._clock() - started_s
-        self._cost.correct(lambda cost: seen_cost(cost, block.nbytes, took_s))
+            raise TierReadError(f"layer {layer} is not in the {self._options.place} any more")
         if not read.is_right(layer):
             self._counters.add(corrupted_segments=1)
             self._known.forget(segment)
             self._remove(segment)
-            raise _WrongBytesError(f"layer {layer} came from the Mooncake cluster with a wrong checksum")
+            raise _WrongBytesError(f"layer {layer} came from the {self._options.place} with a wrong checksum")
+        read.landed(layer)
 
     def _forget_like(self, manifest: SegmentManifest) -> list[StoredObject]:
         """Forget known segments that hold a page of this one and are encoded like it; returns them."""
@@ -341,6 +347,30 @@ class MooncakeTier(LowerTier):
             self._connection.store().remove([segment.metadata_key, *segment.block_keys])
         except ObjectStoreError as error:
             self._suspension.failed("cannot remove", error)
+
+
+def _batches(reads: Sequence[TailRead]) -> Iterator[range]:
+    """The layers to read in one call each, of all reads.
+
+    The first call is for the first layer that has bytes, so that a forward can begin; further ones are for as
+    many layers as have ``_BATCH_BYTES``, or for one that has more.
+    """
+    num_layers = max((len(read.blocks) for read in reads), default=0)
+    sizes = [
+        sum(read.blocks[layer].nbytes for read in reads if layer < len(read.blocks))
+        for layer in range(num_layers)
+    ]
+    first = 0
+    for end in range(1, num_layers + 1):
+        is_full = sum(sizes[first : end + 1]) > _BATCH_BYTES or not any(sizes[:first])
+        if end == num_layers or (is_full and any(sizes[first:end])):
+            yield range(first, end)
+            first = end
+
+
+def _part(read: TailRead, layer: int) -> ObjectPart:
+    segment: StoredObject = read.run.segment
+    return segment.part(layer, read.blocks[layer], read.num_after[layer])
 
 
 class _WrongBytesError(TierReadError):

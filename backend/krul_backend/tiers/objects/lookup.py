@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.page_index import PageIndex, PageRun, PrefixMatch, num_right_pages
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient
-from krul_backend.tiers.mooncake.stored_object import (
+from krul_backend.tiers.objects.object_client import ObjectClient
+from krul_backend.tiers.objects.stored_object import (
     MAX_METADATA_BYTES,
     MAX_POINTER_BYTES,
     MAX_POINTERS,
@@ -42,7 +42,10 @@ class KnownSegments:
         self._lock = threading.Lock()
         self._index: PageIndex[StoredObject] = PageIndex()
         self._segments: OrderedDict[int, StoredObject] = OrderedDict()
+        # By model's fingerprint and prefix; a model has more than one prefix only until a clear is noticed.
+        self._of_model: dict[str, dict[str, set[StoredObject]]] = {}
         self._num_tokens = 0
+        self._num_bytes = 0
         self._absent_until_s: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._num_clears = 0
 
@@ -51,6 +54,11 @@ class KnownSegments:
         """The number of clears so far, to be read before the cluster is asked; see ``add``."""
         with self._lock:
             return self._num_clears
+
+    def sizes(self) -> tuple[int, int, int]:
+        """The number of segments, of their pages, and of the bytes of their blocks."""
+        with self._lock:
+            return len(self._segments), self._index.num_pages, self._num_bytes
 
     def segments(self) -> list[StoredObject]:
         with self._lock:
@@ -82,8 +90,11 @@ class KnownSegments:
             if self._index.add(segment) == 0:
                 return False
             self._segments[segment.segment_id] = segment
+            of_model = self._of_model.setdefault(segment.manifest.model.fingerprint, {})
+            of_model.setdefault(segment.prefix, set()).add(segment)
             self._absent_until_s.pop((segment.prefix, segment.manifest.page_keys[0]), None)
             self._num_tokens += segment.manifest.num_tokens
+            self._num_bytes += segment.manifest.num_bytes
             while self._num_tokens > self._max_tokens and len(self._segments) > 1:
                 self._remove(next(iter(self._segments.values())))
             return True
@@ -99,10 +110,10 @@ class KnownSegments:
     def forget_model(self, fingerprint: str | None, *, except_prefix: str | None = None) -> None:
         """Forget a model's segments (None: all models'), except those under ``except_prefix``."""
         with self._lock:
-            for segment in list(self._segments.values()):
-                is_meant = fingerprint in (None, segment.manifest.model.fingerprint)
-                if is_meant and segment.prefix != except_prefix:
-                    self._remove(segment)
+            for model in list(self._of_model) if fingerprint is None else [fingerprint]:
+                for prefix in set(self._of_model.get(model, ())) - {except_prefix}:
+                    for segment in list(self._of_model[model][prefix]):
+                        self._remove(segment)
 
     def clear(self, fingerprint: str | None) -> None:
         """Forget a model (None: all), and do not remember answers to questions that were asked before."""
@@ -128,7 +139,12 @@ class KnownSegments:
     def _remove(self, segment: StoredObject) -> None:
         self._index.remove(segment)
         del self._segments[segment.segment_id]
+        of_model = self._of_model[segment.manifest.model.fingerprint]
+        of_model[segment.prefix].remove(segment)
+        if not of_model[segment.prefix]:
+            del of_model[segment.prefix]
         self._num_tokens -= segment.manifest.num_tokens
+        self._num_bytes -= segment.manifest.num_bytes
 
 
 class Lookup:
@@ -163,7 +179,7 @@ class Lookup:
         return match.runs, is_end or self._known.is_absent(epoch.prefix, page_keys[num_pages])
 
     def ask(
-        self, store: MooncakeClient, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
+        self, store: ObjectClient, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
     ) -> None:
         """Ask the cluster for a prefix; afterwards ``known_runs`` returns what it has.
 
@@ -188,14 +204,14 @@ class Lookup:
                 self._known.note_absent(prefix, page_keys[num_pages])
                 return
 
-    def find_copy(self, store: MooncakeClient, prefix: str, manifest: SegmentManifest) -> bool:
+    def find_copy(self, store: ObjectClient, prefix: str, manifest: SegmentManifest) -> bool:
         """Whether the cluster holds all pages of a segment in one that begins like it; remembers that one."""
         num_clears = self._known.num_clears
         return self._learn(
             store, prefix, manifest.model, manifest.page_keys, manifest.token_ids, num_clears
         ) >= len(manifest.page_keys)
 
-    def publish(self, store: MooncakeClient, prefix: str, first_page_key: str, digest: str) -> bool:
+    def publish(self, store: ObjectClient, prefix: str, first_page_key: str, digest: str) -> bool:
         """Store a pointer to a written segment; False if too many others begin with this page."""
         pointer = encode_pointer(digest)
         for n in range(MAX_POINTERS):
@@ -210,7 +226,7 @@ class Lookup:
                 return True
         return False
 
-    def _confirm(self, store: MooncakeClient, segment: StoredObject) -> bool:
+    def _confirm(self, store: ObjectClient, segment: StoredObject) -> bool:
         """Whether a known segment is still there; forgets it if not."""
         if self._known.is_confirmed(segment):
             return True
@@ -223,7 +239,7 @@ class Lookup:
 
     def _learn(
         self,
-        store: MooncakeClient,
+        store: ObjectClient,
         prefix: str,
         model: ModelIdentity,
         page_keys: tuple[str, ...],
@@ -252,7 +268,10 @@ class Lookup:
             manifest, checksums = decoded
             _, num_pages = num_right_pages(manifest, 0, page_keys, 0, token_ids)
             if num_pages > most_pages:
-                most_pages, best = num_pages, StoredObject(prefix, place, manifest, checksums, 0.0)
+                most_pages, best = (
+                    num_pages,
+                    StoredObject(prefix, place, manifest, checksums, 0.0, store.joins_blocks),
+                )
             if num_pages == len(page_keys):
                 break
         if best is None:

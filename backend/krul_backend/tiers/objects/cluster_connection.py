@@ -1,4 +1,4 @@
-"""The Mooncake tier's connection to its cluster: the cost of reading, and calls that may take too long."""
+"""The connection of a tier to its store of objects: the cost of reading, and calls that may take too long."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from krul_backend.planner import TierCost
 from krul_backend.tiers.common.lower_tier import MeasuredCost, Suspension
-from krul_backend.tiers.mooncake.mooncake_client import MooncakeClient, ObjectStoreError
-from krul_backend.tiers.mooncake.stored_object import ROOT
+from krul_backend.tiers.objects.object_client import ObjectClient, ObjectStoreError
+from krul_backend.tiers.objects.stored_object import ROOT
 
 logger = logging.getLogger(__name__)
 
@@ -34,42 +34,43 @@ class ClusterConnection:
     """
 
     def __init__(
-        self, connect: Callable[[], MooncakeClient], suspension: Suspension, cost: MeasuredCost
+        self, place: str, connect: Callable[[], ObjectClient], suspension: Suspension, cost: MeasuredCost
     ) -> None:
+        self._place = place
         self._connect = connect
         self._suspension = suspension
         self._cost = cost
         self._lock = threading.Lock()
-        self._store: MooncakeClient | None = None
+        self._store: ObjectClient | None = None
         self._is_closed = False
 
-    def store(self) -> MooncakeClient:
+    def store(self) -> ObjectClient:
         """The connected store. May take long the first time.
 
         Raises:
             ObjectStoreError: suspended, closed, or the cluster cannot be joined.
         """
         if self._suspension.is_active:
-            raise ObjectStoreError("the Mooncake tier is suspended")
+            raise ObjectStoreError(f"the tier in the {self._place} is suspended")
         with self._lock:
             if self._is_closed:
-                raise ObjectStoreError("the Mooncake tier was closed")
+                raise ObjectStoreError(f"the tier in the {self._place} was closed")
             if self._store is None:
                 self._store = self._connect()
-                logger.info("joined the Mooncake cluster")
+                logger.info("joined the %s", self._place)
                 try:
                     self._cost.set(_measure(self._store))
                 except ObjectStoreError as error:
-                    logger.warning("the Mooncake cluster's speed could not be measured: %s", error)
+                    logger.warning("the speed of the %s could not be measured: %s", self._place, error)
             return self._store
 
     def close(self) -> None:
         """Leave the cluster. Gives up after some seconds: a client whose master is gone can take long."""
-        thread = threading.Thread(target=self._leave, name="krul-mooncake-close", daemon=True)
+        thread = threading.Thread(target=self._leave, name="krul-objects-close", daemon=True)
         thread.start()
         thread.join(_CLOSE_TIMEOUT_S)
         if thread.is_alive():
-            logger.warning("the Mooncake client does not end within %g s: left to itself", _CLOSE_TIMEOUT_S)
+            logger.warning("the client of the %s does not end: left to itself", self._place)
 
     def _leave(self) -> None:
         with self._lock:
@@ -79,18 +80,19 @@ class ClusterConnection:
             store.close()
 
 
-def seen_cost(cost: TierCost, num_bytes: int, took_s: float) -> TierCost:
-    """The cost that the read of one block shows: a large one tells the rate, a small one the latency.
+def seen_cost(cost: TierCost, sizes: Sequence[int], took_s: float) -> TierCost:
+    """The cost that a read of blocks shows: large ones tell the rate, small ones the latency of each.
 
     The probe of ``ClusterConnection`` may lie in this host's own part of the cluster, and then reads faster
     than blocks on other hosts do. These reads move the cost to what is true for them.
     """
-    if num_bytes >= _LEAST_RATE_NUM_BYTES:
-        return TierCost(cost.latency_s, max(took_s - cost.latency_s, 0.0) / num_bytes)
-    return TierCost(max(took_s - cost.byte_s * num_bytes, 0.0), cost.byte_s)
+    num_bytes, num_blocks = sum(sizes), len(sizes)
+    if num_bytes >= _LEAST_RATE_NUM_BYTES * num_blocks:
+        return TierCost(cost.latency_s, max(took_s - cost.latency_s * num_blocks, 0.0) / num_bytes)
+    return TierCost(max(took_s - cost.byte_s * num_bytes, 0.0) / num_blocks, cost.byte_s)
 
 
-def _measure(store: MooncakeClient) -> TierCost:
+def _measure(store: ObjectClient) -> TierCost:
     """Put two objects, get them, remove them. Raises ``ObjectStoreError``."""
     name = f"{ROOT}/probe/{secrets.token_hex(8)}"
     keys = [f"{name}/small", f"{name}/large"]
@@ -102,7 +104,7 @@ def _measure(store: MooncakeClient) -> TierCost:
     return TierCost(small_s, max(large_s - small_s, 0.0) / _PROBE_NUM_BYTES)
 
 
-def _seconds_to_get(store: MooncakeClient, key: str) -> float:
+def _seconds_to_get(store: ObjectClient, key: str) -> float:
     started_s = time.monotonic()
     store.get(key, _PROBE_NUM_BYTES)
     return time.monotonic() - started_s
@@ -163,7 +165,7 @@ class TimedCalls:
             try:
                 call.function()
             except Exception:
-                logger.exception("a call of the Mooncake tier failed")
+                logger.exception("a call of a tier of objects failed")
             with self._lock:
                 call.ended.set()
                 self._num_late -= call.is_late

@@ -1,0 +1,162 @@
+"""Writes committed segments to the cluster."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+
+import numpy as np
+
+from krul_backend.errors import ManifestError
+from krul_backend.segment import SegmentManifest
+from krul_backend.tiers.common.interface import Clock
+from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
+from krul_backend.tiers.objects.cluster_connection import ClusterConnection
+from krul_backend.tiers.objects.lookup import KnownSegments, Lookup
+from krul_backend.tiers.objects.object_client import ObjectClient, ObjectStoreError, StoreFullError
+from krul_backend.tiers.objects.stored_object import Epochs, StoredObject, encode_object
+
+_CLOSE_TIMEOUT_S = 5.0
+_NUM_THREADS = 2
+
+_FirstPage = tuple[str, str]
+
+
+class ClusterWriter:
+    """Writes queued segments in a few threads of its own. Thread-safe.
+
+    The blocks of a segment are written first, then its metadata, then the pointer by which it is found. The
+    blocks of several segments are written at once. Their pointers are written, and they are settled, in the
+    order in which they were put: a segment after those that it continues. One that begins with the same page
+    as another, of which it may be a copy, is begun when that one is settled. What waits is in ``queue``.
+    """
+
+    def __init__(
+        self,
+        connection: ClusterConnection,
+        suspension: Suspension,
+        counters: TierCounters,
+        epochs: Epochs,
+        known: KnownSegments,
+        lookup: Lookup,
+        clock: Clock,
+        queue_bytes: int,
+    ) -> None:
+        self._connection = connection
+        self._suspension = suspension
+        self._counters = counters
+        self._epochs = epochs
+        self._known = known
+        self._lookup = lookup
+        self._clock = clock
+        self.queue = WriteQueue(queue_bytes, counters)
+        self._is_giving_up = False
+        # Those that are being written, in the order in which they were put.
+        self._taken: deque[QueuedSegment] = deque()
+        self._turn = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"krul-objects-writer-{i}", daemon=True)
+            for i in range(_NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, item: QueuedSegment) -> bool:
+        """See ``LowerTier.put``."""
+        return not self._suspension.is_active and self.queue.put(item)
+
+    def close(self) -> None:
+        """Write waiting segments for some seconds at most, then give up the rest."""
+        self.queue.close()
+        self._join()
+        self._is_giving_up = True
+        self._join()
+
+    def _join(self) -> None:
+        ends_at_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at_s - time.monotonic()))
+
+    def _work(self) -> None:
+        while self.queue.wait():
+            with self._turn:
+                # One at a time, so that ``give_up`` reaches all others.
+                items = self.queue.take(1)
+                self._taken.extend(items)
+            for item in items:
+                if self._is_giving_up or not self._is_written(item):
+                    self._counters.skip("failed")
+                self._await_earlier(item)
+                self.queue.settle(items)
+                with self._turn:
+                    self._taken.popleft()
+                    self._turn.notify_all()
+
+    def _await_earlier(self, item: QueuedSegment, first_page: _FirstPage | None = None) -> None:
+        """Wait until those that were put before are settled; of these those that begin with a page."""
+
+        def is_next() -> bool:
+            earlier = itertools.takewhile(lambda other: other is not item, self._taken)
+            return not any(first_page in (None, _first_page(other.manifest)) for other in earlier)
+
+        with self._turn:
+            self._turn.wait_for(is_next)
+
+    def _is_written(self, item: QueuedSegment) -> bool:
+        if self._suspension.is_active:
+            return False
+        try:
+            store = self._connection.store()
+            self._write(store, item)
+            self._suspension.succeeded()
+        except StoreFullError:
+            # It evicts in the background: there may be room for the next segment.
+            self._counters.add(failed_writes=1)
+            return False
+        except ObjectStoreError as error:
+            self._counters.add(failed_writes=1)
+            self._suspension.failed("writes fail", error)
+            return False
+        except ManifestError:
+            self._counters.add(failed_writes=1)
+            return False
+        return True
+
+    def _write(self, store: ObjectClient, item: QueuedSegment) -> None:
+        manifest = item.manifest
+        self._await_earlier(item, _first_page(manifest))
+        num_clears = self._known.num_clears
+        prefix = self._epochs.prefix(store, manifest.model.fingerprint, may_create=True)
+        if prefix is None:
+            raise ObjectStoreError("the epoch's object cannot be kept")
+        if self._lookup.find_copy(store, prefix, manifest):
+            return
+        digest, metadata = encode_object(manifest, item.checksums)
+        place = f"{prefix}/s/{digest}"
+        segment = StoredObject(prefix, place, manifest, item.checksums, 0.0, store.joins_blocks)
+        blocks = [block for block in item.blocks if block.nbytes]
+        try:
+            store.put_blocks(segment.block_keys, [np.concatenate(blocks)] if store.joins_blocks else blocks)
+            store.put(segment.metadata_key, metadata)
+        except StoreFullError:
+            store.remove([segment.metadata_key, *segment.block_keys])
+            raise
+        self._await_earlier(item)
+        # Not if writing what this segment may continue has suspended the tier.
+        store = self._connection.store()
+        if not store.have_all([segment.metadata_key, *segment.block_keys]):
+            # Another host is writing it, or the store evicts already.
+            raise StoreFullError("an object of the segment is not there")
+        if self._lookup.publish(store, prefix, manifest.page_keys[0], digest):
+            self._counters.add(written_segments=1, written_bytes=manifest.num_bytes)
+            segment.confirmed_at_s = self._clock()
+            self._known.add(segment, num_clears)
+        else:
+            self._counters.add(failed_writes=1)
+            store.remove([segment.metadata_key, *segment.block_keys])
+
+
+def _first_page(manifest: SegmentManifest) -> _FirstPage:
+    return manifest.model.fingerprint, manifest.page_keys[0]
