@@ -6,12 +6,8 @@ other module asks which kind of device it has.
 
 from __future__ import annotations
 
-import mmap
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +17,7 @@ import numpy.typing as npt
 import torch
 
 from krul_backend.memory import memory_limit_bytes
-
-_TOUCH_THREADS = 8
-_TOUCHED_BYTES = 64 << 20
-"""Of a thread at a time: whole pages."""
+from krul_backend.page_lock import PageLock, cuts_of
 
 
 class Device:
@@ -53,7 +46,7 @@ class Device:
             module = _Cpu() if self.shares_cores else torch.get_device_module(torch_device)
         self._module: Any = module
         self._pins_memory = not self.shares_cores
-        self._locked: list[weakref.finalize[Any, Any]] = []
+        self._locks: list[PageLock] = []
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Device:
@@ -216,7 +209,8 @@ class Device:
             if self.shares_cores:
                 return host
             target = torch.empty(host.shape, dtype=host.dtype, device=self.torch_device)
-        return target.copy_(host, non_blocking=True)
+        self._copy_up(*_cut([host], [target]))
+        return target
 
     def upload_joined(self, hosts: Sequence[npt.NDArray[np.uint8]]) -> torch.Tensor:
         """Copy pieces of host memory ``[num_bytes]`` back to back into one new tensor of the device.
@@ -232,7 +226,7 @@ class Device:
 
     def upload_each(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """``upload`` each piece into its target, in one call that takes and gives the GIL once."""
-        torch._foreach_copy_(list(targets), list(hosts), non_blocking=True)
+        self._copy_up(*_cut(hosts, targets))
 
     def download(self, host: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor of this device to host memory of its shape, on the current stream.
@@ -240,7 +234,7 @@ class Device:
         ``host`` has the bytes when the stream has done the copy; nobody else may use it until then. See
         ``upload`` about page-locked memory.
         """
-        host.copy_(source, non_blocking=True)
+        self._copy_down(*_cut([host], [source.contiguous()]))
 
     def to_host(self, source: torch.Tensor) -> torch.Tensor:
         """Host memory with a copy of a tensor, once the current stream has made it; on a CPU the tensor."""
@@ -250,43 +244,34 @@ class Device:
         self.download(host, source)
         return host
 
-    def lock_pages(self, buffer: npt.NDArray[np.uint8]) -> int:
-        """Page-lock mapped memory, so that this device copies from and to it asynchronously.
+    def _copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        if len(hosts) == 1:
+            targets[0].copy_(hosts[0], non_blocking=True)
+        else:
+            torch._foreach_copy_(list(targets), list(hosts), non_blocking=True)
 
-        Returns the device's error code: 0 if the memory is locked now, or on a CPU, where nothing is locked.
-        It stays locked until the last array over it is gone, or until ``unlock_pages``. So whoever queues a
-        copy keeps the array until the copy has ended.
+    def _copy_down(self, hosts: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for host, source in zip(hosts, sources, strict=True):
+            host.copy_(source, non_blocking=True)
+
+    def lock_pages(
+        self, buffer: npt.NDArray[np.uint8], on_done: Callable[[PageLock], None] = lambda lock: None
+    ) -> PageLock | None:
+        """Begin to page-lock mapped memory, so that this device copies from and to it asynchronously.
+
+        It may be used meanwhile, see ``upload``. Returns what has become of it so far; None on a CPU, where
+        nothing is locked. ``on_done`` and how long it stays locked: see ``PageLock``.
         """
         if not hasattr(self._module, "cudart"):
-            return 0
-        address = buffer.ctypes.data
-        _touch_pages(buffer)
-        # In a thread of its own, which ends: a refusal stays the last error of the thread that asked, and
-        # torch would raise it at that thread's next kernel.
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="krul-lock") as thread:
-            error = thread.submit(self._on_runtime, "cudaHostRegister", address, buffer.nbytes, 0).result()
-        if error == 0:
-            assert buffer.base is not None, "memory that ends with its array cannot be unlocked before"
-            self._locked = [locked for locked in self._locked if locked.alive]
-            locked = weakref.finalize(buffer, self._unlock_aside, address, buffer.base)
-            locked.atexit = False
-            self._locked.append(locked)
-        return error
+            return None
+        lock = PageLock(buffer, self._on_runtime, on_done)
+        self._locks = [*(other for other in self._locks if not other.is_over), lock]
+        return lock
 
-    def unlock_pages(self, buffer: npt.NDArray[np.uint8] | None = None) -> None:
-        """Unlock ``buffer``, or all that this object has locked if None. No copy of it may be under way."""
-        for locked in self._locked:
-            found = locked.peek()
-            if found is not None and (buffer is None or found[0] is buffer) and locked.detach() is not None:
-                self._on_runtime("cudaHostUnregister", found[2][0])
-
-    def _unlock_aside(self, address: int, mapping: object) -> None:
-        """Unlock, then drop ``mapping``, in a thread of its own: it may take seconds."""
-
-        def unlock(held: object) -> None:
-            self._on_runtime("cudaHostUnregister", address)
-
-        threading.Thread(target=unlock, args=(mapping,), name="krul-unlock", daemon=True).start()
+    def unlock_pages(self) -> None:
+        """Unlock all that this object has locked. No copy of it may be under way."""
+        for lock in self._locks:
+            lock.end()
 
     def _on_runtime(self, function: str, *arguments: int) -> int:
         with self.as_current():
@@ -294,13 +279,22 @@ class Device:
             return int(call(*arguments))
 
 
-def _touch_pages(buffer: npt.NDArray[np.uint8]) -> None:
-    """Have the system give memory for all pages of a mapping, side by side: locking takes them one by one,
-    which took 18 s for 14 GiB in a virtual machine."""
-    parts = [buffer[first : first + _TOUCHED_BYTES] for first in range(0, buffer.nbytes, _TOUCHED_BYTES)]
-    with ThreadPoolExecutor(_TOUCH_THREADS, thread_name_prefix="krul-touch") as threads:
-        # numpy reads without the GIL; a page that was never written is made by reading, too.
-        list(threads.map(lambda part: part[:: mmap.PAGESIZE].max(), parts))
+def _cut(
+    hosts: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Both sides of copies, all contiguous, cut where a chunk of ``PageLock`` ends on the host's side.
+
+    CUDA refuses a copy of host memory that is locked in part: by its "API synchronization behavior" either
+    all of it is registered or none. Where two registrations meet, copies have been refused, too.
+    """
+    cuts = [cuts_of(host.data_ptr(), host.nbytes) for host in hosts]
+    if not any(cuts):
+        return hosts, others
+    parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for host, other, at in zip(hosts, others, cuts, strict=True):
+        for tensor, cut in zip((host, other), parts, strict=True):
+            cut += tensor.view(-1).view(torch.uint8).tensor_split(at) if at else [tensor]
+    return parts
 
 
 class Event:

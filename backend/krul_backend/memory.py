@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import re
+import resource
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
@@ -108,6 +109,12 @@ def map_shared(descriptor: int, num_bytes: int) -> mmap.mmap:
         # A kernel without them refuses the advice.
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def lock_limit_bytes() -> int | None:
+    """How much memory this process may lock; None if it is not limited."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 _V1_LIMIT = "memory.limit_in_bytes"

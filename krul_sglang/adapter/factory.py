@@ -225,6 +225,7 @@ def build_cache(ctx: Any) -> Any:
     if file is not None:
         # Last, so that it disturbs no measurement.
         file.learn(setup.restore_agreement, setup.codec.make_room_for_bases, runtime.engine.add_bases)
+    connection.locks.begin()
     return runtime.cache
 
 

@@ -6,7 +6,6 @@ import importlib
 import mmap
 import os
 import re
-import resource
 import shutil
 import socket
 import tempfile
@@ -18,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from krul_backend.errors import ConfigError, KrulError
-from krul_backend.memory import memory_limit_bytes
+from krul_backend.memory import lock_limit_bytes, memory_limit_bytes
 from krul_backend.tiers.ssd import Disk, open_for_reading
 from krul_sglang.adapter.platforms.nvidia import Compiler, Nvidia, find_compiler, find_nvidia
 from krul_sglang.config import KrulConfig
@@ -90,7 +89,7 @@ def gather(config: KrulConfig, server_port: int) -> Facts:
         flashinfer=flashinfer,
         flashinfer_error=flashinfer_error,
         has_compiled_kernels=find_spec("flashinfer_jit_cache") is not None,
-        lock_limit=_lock_limit(),
+        lock_limit=lock_limit_bytes(),
         huge_pages=chosen_setting(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         shared_huge_pages=chosen_setting(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
         num_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
@@ -221,11 +220,6 @@ def _host_memory(config: KrulConfig) -> tuple[int, str]:
         return config.host_memory_bytes(num_ranks=1), ""
     except ConfigError as error:
         return config.host_memory or 0, str(error)
-
-
-def _lock_limit() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def available_bytes() -> int:

@@ -36,6 +36,7 @@ class Planned:
 STAGES = {
     "preflight": Planned("tests.gpu.kernels_and_copies", "PREFLIGHT", 300),
     "kernels": Planned("tests.gpu.kernels_and_copies", "CHECKS", 480),
+    "pinning": Planned("tests.gpu.large", "PINNING", 600),
     "beside": Planned("tests.gpu.beside", "BESIDE", 600),
     "long-prompts": Planned("tests.gpu.large", "LONG_PROMPTS", 600),
     "subspace": Planned("tests.gpu.large", "SUBSPACE", 900),

@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from krul_backend import page_lock
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.pairs.units import can_fuse
 from krul_backend.codec.subspace.codec import SubspaceCodec
@@ -29,10 +31,12 @@ from krul_backend.strategy.strategy import Precision
 from krul_sglang.cli.doctor import check_machine, to_json
 from krul_sglang.cli.machine import available_bytes, gather
 from krul_sglang.config import KrulConfig
+from krul_sglang.json_file import quantiles
 from tests.gpu.stage import LeftOut, Setting, Stage
 from tests.support.codec_builders import rotary_table
 from tests.support.group_restore_cases import GroupCase, check_group, check_groups, check_wave, encode_drawn
 from tests.support.restore_oracle import RestoreCase, check_restored, encode_case
+from tests.support.strict_device import lock_all
 from tests.support.subspace_builders import make_bases
 
 REPEATS = 20
@@ -297,7 +301,7 @@ def copies(setting: Setting) -> list[dict[str, Any]]:
     num_bytes = 1 << 20 if setting.is_dry else 256 << 20
     device = setting.on_device
     arena = _mapped_arena(num_bytes)
-    status = device.lock_pages(arena)
+    status = lock_all(device, arena)
     assert status == 0, f"the arena could not be locked: error {status}"
     memories = {
         "pageable": torch.empty(num_bytes, dtype=torch.uint8),
@@ -367,23 +371,82 @@ def copies_run_beside_compute(setting: Setting) -> dict[str, float]:
     }
 
 
-def large_memory_is_pinned(setting: Setting) -> dict[str, float]:
-    """64 GiB of mapped memory are locked, as the daemon's arena is, and copied from at its far end."""
+def copies_go_across_chunks(setting: Setting) -> dict[str, str]:
+    """Memory in several chunks is copied right, however many of them are locked.
+
+    Returns what the device says to a copy that is not cut between two chunks, of which so many are locked.
+    """
+    device, num_bytes = setting.on_device, 1 << 20 if setting.is_dry else 256 << 20
+    chunk_bytes, page_lock.CHUNK_BYTES = page_lock.CHUNK_BYTES, num_bytes // 8
+    said = {}
+    try:
+        arena = _mapped_arena(num_bytes)
+        host = torch.from_numpy(arena)
+        on_device = torch.empty(num_bytes, dtype=torch.uint8, device=setting.device)
+        middle = page_lock.cuts_of(host.data_ptr(), num_bytes)[3]
+        for name, locked in (("none", arena[:0]), ("one", arena[:middle]), ("both", arena)):
+            device.unlock_pages()
+            assert lock_all(device, locked) == 0
+            expected = host.random_(0, 256).clone()
+            device.upload(host, on_device)
+            device.synchronize()
+            host.zero_()
+            device.download(host, on_device)
+            device.synchronize()
+            assert torch.equal(host, expected), f"the copy is wrong, {name} locked"
+            said[f"{name} locked"] = _said_to_copy(
+                device, host[middle - 4096 : middle + 4096], on_device[: 2 * 4096]
+            )
+    finally:
+        page_lock.CHUNK_BYTES = chunk_bytes
+        device.unlock_pages()
+    return said
+
+
+def _said_to_copy(device: Device, host: torch.Tensor, target: torch.Tensor) -> str:
+    try:
+        target.copy_(host, non_blocking=True)
+        device.synchronize()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return "copied" if torch.equal(target.cpu(), host) else "copied wrongly"
+
+
+def large_memory_is_pinned(setting: Setting) -> dict[str, Any]:
+    """64 GiB of mapped memory are locked, as the daemon's arena is, while the device computes."""
     num_bytes = 1 << 20 if setting.is_dry else 64 << 30
     if 1.25 * num_bytes > available_bytes():
         raise LeftOut(f"only {format_bytes(available_bytes())} of memory are available")
-    arena = _mapped_arena(num_bytes)
-    began_s = time.perf_counter()
-    status = setting.on_device.lock_pages(arena)
-    locked_s = time.perf_counter() - began_s
-    assert status == 0, f"{format_bytes(num_bytes)} could not be locked: error {status}"
+    device, arena = setting.on_device, _mapped_arena(num_bytes)
+    matrix = torch.ones(64, 64, device=setting.device)
+
+    def computed_ms() -> float:
+        began_s = time.perf_counter()
+        torch.mm(matrix, matrix)
+        device.synchronize()
+        return (time.perf_counter() - began_s) * 1e3
+
+    before = [computed_ms() for _ in range(1000)]
+    is_done = threading.Event()
+    lock = device.lock_pages(arena, lambda lock: is_done.set())
+    beside = [computed_ms()]
+    while lock is not None and not is_done.is_set():
+        beside.append(computed_ms())
+    assert lock is None or lock.error == 0, f"{format_bytes(num_bytes)} could not be locked: {lock.error}"
     try:
         end = torch.from_numpy(arena[-(1 << 20) :])
         end.fill_(7)
-        assert int(setting.on_device.upload(end).sum()) == 7 << 20
+        arrived = device.upload(end)
+        device.synchronize()
+        assert int(arrived.sum()) == 7 << 20
     finally:
-        setting.on_device.unlock_pages()
-    return {"gib": num_bytes / 2**30, "seconds": round(locked_s, 2)}
+        device.unlock_pages()
+    return {
+        "gib": num_bytes / 2**30,
+        "seconds": 0.0 if lock is None else round(lock.seconds, 2),
+        "product_ms_before": quantiles(before),
+        "product_ms_beside": quantiles(beside),
+    }
 
 
 def the_machine_is_ready(setting: Setting) -> dict[str, Any]:
@@ -434,6 +497,7 @@ CHECKS: Stage = (
     ("group bandwidth", group_bandwidth),
     ("restoring waits for nothing", restoring_waits_for_nothing),
     ("copies", copies),
+    ("copies go across chunks", copies_go_across_chunks),
     ("copies run beside compute", copies_run_beside_compute),
     ("large memory is pinned", large_memory_is_pinned),
 )

@@ -20,6 +20,8 @@ from benchmarks.simulate.timeline import count_steps
 from benchmarks.tables import RESULTS
 from benchmarks.tiers.timing import percentile
 from demo.server import ServerProcess, wait_for_saves
+from krul_backend.memory import format_bytes
+from krul_sglang.cli.machine import available_bytes
 from krul_sglang.cli.selftest import ProbeAnswer, SelftestConfig, run_selftest
 from krul_sglang.json_file import quantiles
 from krul_sglang.sizing.on_paper import PCIE5, Model, predict
@@ -192,6 +194,51 @@ def users_wait_no_longer_for_tokens(setting: Setting) -> dict[str, Any]:
     return {**found, "p99_with_over_without": p99[0] / p99[1]}
 
 
+def tokens_come_while_memory_is_pinned(setting: Setting) -> dict[str, Any]:
+    """A server is ready before 64 GiB are pinned; what it restores meanwhile is right, and tokens go on."""
+    num_bytes = 1 << 30 if setting.is_dry else 64 << 30
+    if 1.25 * num_bytes > available_bytes():
+        raise LeftOut(f"only {format_bytes(available_bytes())} of memory are available")
+    sizes, model = sizes_of(setting), large_model(setting)
+    args = ["--max-total-tokens", str(4 * sizes.turn)]
+    options = {"host_memory": num_bytes, "planner": "full-load"}
+    with make_server(setting, options, args, model=model) as server:
+        ready_s, shares = time.perf_counter(), [_locked_share(server)]
+        result = run_selftest(SelftestConfig(server.url, prompt_tokens=sizes.turn, timeout_s=400))
+        assert result.passed, result.verdict
+        shares.append(_locked_share(server))
+        beside_s = _between_tokens(server, sizes, 3)
+        while (share := _locked_share(server)) < 1:
+            beside_s += _between_tokens(server, sizes, 1)
+            assert time.perf_counter() < ready_s + 300, f"{share:.0%} of the memory is pinned"
+        pinned_s = time.perf_counter() - ready_s
+        after_s = _between_tokens(server, sizes, 10)
+        assert_nothing_left_behind(server)
+        return {
+            "gib": num_bytes / 2**30,
+            "share_pinned_when_ready_and_after_selftest": shares,
+            "pinned_after_ready_s": pinned_s,
+            "between_tokens_beside_s": {**quantiles(beside_s), "p99": percentile(beside_s, 0.99)},
+            "between_tokens_after_s": {**quantiles(after_s), "p99": percentile(after_s, 0.99)},
+            **server_facts(server),
+        }
+
+
+def _locked_share(server: ServerProcess) -> float:
+    """How much of the arena is pinned; on a CPU there is nothing to pin."""
+    locked = server.server_info()["internal_states"][0]["krul"]["daemon"]["locked"]
+    if locked is None:
+        return 1.0
+    assert locked["error"] == 0, locked
+    return float(locked["bytes"] / locked["of_bytes"])
+
+
+def _between_tokens(server: ServerProcess, sizes: Sizes, num_answers: int) -> list[float]:
+    """Seconds between the tokens of answers, one after the other."""
+    prompt = random_prompt("between tokens", 64)
+    return [each for _ in range(num_answers) for each in _stream(server, prompt, sizes.new)[1][1:]]
+
+
 def _side_by_side(server: ServerProcess, sizes: Sizes) -> tuple[list[float], list[float]]:
     """Seconds to the first tokens of returning turns, and between tokens of all."""
     first_s: list[float] = []
@@ -249,4 +296,5 @@ LONG_PROMPTS: Stage = (
     ("long prompts are planned", long_prompts_are_planned),
 )
 SUBSPACE: Stage = (("turns are kept in bases", turns_are_kept_in_bases),)
+PINNING: Stage = (("tokens come while memory is pinned", tokens_come_while_memory_is_pinned),)
 USERS: Stage = (("users wait no longer for tokens", users_wait_no_longer_for_tokens),)

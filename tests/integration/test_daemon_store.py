@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,7 @@ from krul_backend.daemon.client.request_channel import CurveKeys
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ManifestError, TierReadError
 from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import block_checksum
-from krul_sglang.engine.common.store_connection import lock_arena
+from krul_sglang.engine.common.store_connection import ArenaLocks
 from tests.support.daemon_builders import WatchedStore
 from tests.support.store_builders import (
     commit_to,
@@ -50,6 +49,7 @@ from tests.support.strict_device import StrictDevice
 CAPACITY_BYTES = 4 << 20
 MODEL = make_model()
 ARGUMENTS = ("--host-memory", str(CAPACITY_BYTES), "--eviction", "lru")
+ALL_LOCKED = {"bytes": CAPACITY_BYTES, "of_bytes": CAPACITY_BYTES, "error": 0}
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -401,9 +401,10 @@ def test_the_arena_of_a_daemon_that_died_stays_locked_while_it_is_copied_from(
     own_daemon: EmbeddedDaemon,
 ) -> None:
     device = StrictDevice()
-    store = DaemonStore(
-        own_daemon.runtime_dir, model=MODEL, on_arena=partial(lock_arena, device), restart=own_daemon.restart
-    )
+    locks = ArenaLocks(device)
+    store = DaemonStore(own_daemon.runtime_dir, model=MODEL, on_arena=locks.add, restart=own_daemon.restart)
+    locks.begin()
+    wait_until(lambda: locks.as_dict() == ALL_LOCKED)
     _, written = put(store, "c", 0, 2)
     lease = lease_pages(store, "c", 0, 2)
     assert lease is not None
@@ -418,6 +419,7 @@ def test_the_arena_of_a_daemon_that_died_stays_locked_while_it_is_copied_from(
         arrived = device.upload(torch.from_numpy(block))
     assert device.module.pageable_copies == 0
     # The new one beside it.
+    wait_until(lambda: locks.as_dict() == ALL_LOCKED)
     assert len(device.module.locked) == 2
     device.synchronize(loading)
     assert arrived.numpy().tobytes() == written[0]

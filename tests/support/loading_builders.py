@@ -21,7 +21,7 @@ from krul_sglang.engine.restore.loading import LayerWiseLoader
 from tests.support.codec_builders import encode_all, random_layers
 from tests.support.engine_builders import PATIENCE_S, TensorPool, make_load, make_store
 from tests.support.store_builders import commit_to
-from tests.support.strict_device import check_device
+from tests.support.strict_device import check_device, lock_all
 
 NUM_LAYERS = 3
 PAGE_SIZE = 4
@@ -47,7 +47,7 @@ class Rig:
         self.store = make_store(1 << 20, tiers)
         self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, num_slots=64, device=device)
         self.device: Device = self.pool.streams
-        self.device.lock_pages(self.store.host.buffer)
+        lock_all(self.device, self.store.host.buffer)
         self.codec = ModelCodecs(SHAPE, NUM_LAYERS, None, CodecOptions(group_size=group_size))
         self.layers = random_layers(SHAPE, NUM_LAYERS, NUM_TOKENS)
         self.before_layer: Callable[[int, int], None] = lambda index, layer: None

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from krul_backend.device import Device, Event
 
 INDEX = 1
 """Of the device: a thread that nobody told works on device 0, as with CUDA."""
+
+
+REFUSED = 2
+"""What locking pages answers beyond the limit."""
 
 
 class StrictError(Exception):
@@ -118,10 +124,15 @@ class _Runtime:
         self._module = module
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
-        self._module.check_current("pages are locked")
-        if not self._module.refusal:
-            self._module.locked.append(range(address, address + num_bytes))
-        return self._module.refusal
+        module, pages = self._module, range(address, address + num_bytes)
+        module.check_current("pages are locked")
+        module.before_lock(pages)
+        if any(_overlap(pages, other) for other in module.locked):
+            module.fail("pages are locked twice")
+        if module.lock_limit is not None and sum(map(len, module.locked)) + num_bytes > module.lock_limit:
+            return REFUSED
+        module.locked.append(pages)
+        return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         module = self._module
@@ -138,8 +149,9 @@ class StrictModule:
     """Stands for ``torch.cuda``. ``log`` is what all streams were given, in the order of the calls.
 
     ``errors`` are those that were raised, wherever that was. ``pageable_copies`` waited for their stream, as
-    copies of memory that is not locked do; on ``forward_streams`` they are errors. ``refusal`` is what
-    locking pages answers. ``on_synchronize`` is called before a stream is waited for.
+    copies of memory that is not locked do; on ``forward_streams`` they are errors. ``lock_limit`` is how many
+    bytes may be locked. ``before_lock`` is called before pages are, and ``on_synchronize`` before a stream is
+    waited for.
     """
 
     def __init__(self) -> None:
@@ -150,7 +162,8 @@ class StrictModule:
         self.unlocked = threading.Semaphore(0)
         self.pageable_copies = 0
         self.forward_streams: set[StrictStream] = set()
-        self.refusal = 0
+        self.lock_limit: int | None = None
+        self.before_lock: Callable[[range], None] = lambda pages: None
         self.on_synchronize = lambda stream: None
         self.streams: list[StrictStream] = []
         self.default_stream = self.Stream(torch.device("cpu", INDEX))
@@ -237,6 +250,8 @@ class StrictModule:
         if self.is_locked(copy.addresses):
             stream.work.append(copy)
             return
+        if any(_overlap(pages, copy.addresses) for pages in self.locked):
+            self.fail("a copy of memory that is not locked as one: CUDA refuses it")
         if stream in self.forward_streams:
             self.fail("a copy of memory that is not page-locked holds up the forward")
         self.pageable_copies += 1
@@ -278,19 +293,16 @@ class StrictDevice(Device):
         self.module.locked.append(_addresses(host))
         return host
 
-    def upload(self, host: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        target = super().upload(host, target)
-        self.module.queue(_Copy(host, host.clone(), None))
-        return target
+    def _copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        super()._copy_up(hosts, targets)
+        for host in hosts:
+            self.module.queue(_Copy(host, host.clone(), None))
 
-    def upload_each(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        for host, target in zip(hosts, targets, strict=True):
-            self.upload(host, target)
-
-    def download(self, host: torch.Tensor, source: torch.Tensor) -> None:
-        arriving = torch.empty_like(host)
-        super().download(arriving, source)
-        self.module.queue(_Copy(host, host.clone(), arriving))
+    def _copy_down(self, hosts: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        arriving = [torch.empty_like(host) for host in hosts]
+        super()._copy_down(arriving, sources)
+        for host, of_host in zip(hosts, arriving, strict=True):
+            self.module.queue(_Copy(host, host.clone(), of_host))
 
     def record(self, stream: Any | None = None) -> Event:
         self.module.check_current("an event is recorded")
@@ -300,6 +312,12 @@ class StrictDevice(Device):
         """Nothing was refused that somebody swallowed, and nothing is under way."""
         assert self.module.errors == []
         assert self.module.copies_under_way() == []
+
+
+def lock_all(device: Device, buffer: npt.NDArray[np.uint8]) -> int:
+    """Lock pages, and wait for it. Returns the device's error."""
+    lock = device.lock_pages(buffer)
+    return 0 if lock is None else lock.wait()
 
 
 DEVICES = ("cpu", "strict")

@@ -12,13 +12,24 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from krul_backend import device as device_module
+from krul_backend import page_lock
 from krul_backend.device import Device, StreamClock
 from krul_sglang.adapter.kv_pool import open_pool
-from krul_sglang.engine.common.store_connection import lock_arena
+from krul_sglang.engine.common import store_connection
+from krul_sglang.engine.common.store_connection import ArenaLocks
 from tests.support.engine_builders import PATIENCE_S, in_threads
 from tests.support.sglang_pool import make_pool
-from tests.support.strict_device import DEVICES, INDEX, StrictDevice, StrictError, check_device, make_device
+from tests.support.store_builders import wait_until
+from tests.support.strict_device import (
+    DEVICES,
+    INDEX,
+    REFUSED,
+    StrictDevice,
+    StrictError,
+    check_device,
+    lock_all,
+    make_device,
+)
 
 CPU = torch.device("cpu")
 
@@ -156,7 +167,7 @@ def test_a_mark_waits_for_the_start_of_its_clock_too(strict: StrictDevice) -> No
 
 def test_memory_stays_locked_until_the_last_array_over_it_is_gone(strict: StrictDevice) -> None:
     arena = mapped()
-    assert strict.lock_pages(arena) == 0
+    assert lock_all(strict, arena) == 0
     address = arena.ctypes.data
     block = torch.from_numpy(arena[64:128])
     del arena
@@ -169,15 +180,17 @@ def test_memory_stays_locked_until_the_last_array_over_it_is_gone(strict: Strict
 
 def test_unlocking_is_done_once_by_whoever_comes_first(strict: StrictDevice) -> None:
     arena, other = mapped(), mapped()
-    strict.lock_pages(arena)
-    strict.lock_pages(other)
+    lock = strict.lock_pages(arena)
+    assert lock is not None
+    lock.wait()
+    lock_all(strict, other)
     del other
     assert strict.module.unlocked.acquire(timeout=PATIENCE_S)
-    strict.unlock_pages(mapped())
     assert not strict.module.unlocked.acquire(blocking=False)
-    strict.unlock_pages(arena)
+    lock.end()
     assert strict.module.unlocked.acquire(blocking=False)
     del arena
+    lock.end()
     strict.unlock_pages()
     assert not strict.module.unlocked.acquire(blocking=False)
     assert strict.module.locked == []
@@ -185,66 +198,71 @@ def test_unlocking_is_done_once_by_whoever_comes_first(strict: StrictDevice) -> 
 
 
 def test_memory_that_cannot_be_locked_is_not_unlocked(strict: StrictDevice) -> None:
-    strict.module.refusal = 2
+    strict.module.lock_limit = 0
     arena = mapped()
-    assert strict.lock_pages(arena) == 2
+    assert lock_all(strict, arena) == REFUSED
     strict.unlock_pages()
     assert not strict.module.unlocked.acquire(blocking=False)
 
 
-def test_pages_are_locked_in_a_thread_that_ends(
-    strict: StrictDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_locked_in_a_thread_that_ends(strict: StrictDevice) -> None:
     """A refusal would stay this thread's last error, which torch raises at its next kernel."""
     threads: list[threading.Thread] = []
-    check = strict.module.check_current
-    monkeypatch.setattr(
-        strict.module, "check_current", lambda what: (threads.append(threading.current_thread()), check(what))
-    )
+    strict.module.before_lock = lambda pages: threads.append(threading.current_thread())
     arena = mapped()
-    strict.lock_pages(arena)
+    lock_all(strict, arena)
     (thread,) = threads
     assert thread is not threading.current_thread()
     assert not thread.is_alive()
 
 
-def test_all_pages_have_memory_before_they_are_locked(
+def test_all_pages_of_a_chunk_have_memory_before_it_is_locked(
     strict: StrictDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_module, "_TOUCHED_BYTES", 1 << 20)
+    monkeypatch.setattr(page_lock, "_TOUCHED_BYTES", 1 << 18)
+    monkeypatch.setattr(page_lock, "CHUNK_BYTES", 1 << 20)
     num_bytes = (3 << 20) + 4096
     file = os.memfd_create("arena", os.MFD_CLOEXEC)
     try:
         os.ftruncate(file, num_bytes)
         arena = np.frombuffer(mmap.mmap(file, num_bytes), dtype=np.uint8)
         assert os.fstat(file).st_blocks == 0
-        strict.lock_pages(arena)
-        assert 512 * os.fstat(file).st_blocks == num_bytes
+        first, touched = arena.ctypes.data, list[tuple[int, int]]()
+        strict.module.before_lock = lambda pages: touched.append(
+            (pages.stop - first, 512 * os.fstat(file).st_blocks)
+        )
+        lock_all(strict, arena)
+        assert [num_locked for num_locked, _ in touched] == [given for _, given in touched]
+        assert touched[-1][0] == num_bytes
+        assert len(touched) in (4, 5)
     finally:
         os.close(file)
 
 
 def test_a_cpu_has_nothing_to_lock() -> None:
     device = Device(CPU)
-    assert device.lock_pages(np.zeros(8, dtype=np.uint8)) == 0
+    assert device.lock_pages(np.zeros(8, dtype=np.uint8)) is None
     device.unlock_pages()
 
 
 def test_a_new_arena_leaves_the_old_one_locked_while_it_is_copied_from(strict: StrictDevice) -> None:
     """A daemon that is started again: its link's thread, which is bound to no device, brings the mapping."""
+    locks = ArenaLocks(strict)
     old, new = mapped(), mapped()
     old_pages = range(old.ctypes.data, old.ctypes.data + old.nbytes)
-    lock_arena(strict, old)
+    locks.add(old)
+    locks.begin()
+    wait_until(lambda: strict.module.locked == [old_pages])
     old[:64] = 7
     block = old[:64]
     loading = strict.new_stream()
     with strict.on_stream(loading):
         arrived = strict.upload(torch.from_numpy(block))
     del old
-    link = threading.Thread(target=lock_arena, args=(strict, new))
+    link = threading.Thread(target=locks.add, args=(new,))
     link.start()
     link.join()
-    assert len(strict.module.locked) == 2
+    wait_until(lambda: len(strict.module.locked) == 2)
     assert old_pages in strict.module.locked
     strict.synchronize(loading)
     assert arrived.tolist() == [7] * 64
@@ -252,6 +270,142 @@ def test_a_new_arena_leaves_the_old_one_locked_while_it_is_copied_from(strict: S
     assert strict.module.unlocked.acquire(timeout=PATIENCE_S)
     assert strict.module.locked == [range(new.ctypes.data, new.ctypes.data + new.nbytes)]
     strict.check()
+
+
+# ---- memory that is locked chunk by chunk ----
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def chunked(strict: StrictDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictDevice]:
+    """Each page is a chunk of its own."""
+    monkeypatch.setattr(page_lock, "CHUNK_BYTES", PAGE)
+    yield strict
+    strict.check()
+
+
+class Stopped:
+    """Stops the locking before the chunk ``index``, until ``go_on`` is set."""
+
+    def __init__(self, device: StrictDevice, index: int) -> None:
+        self.has_come, self.go_on = threading.Event(), threading.Event()
+        self._left = index
+        device.module.before_lock = self
+
+    def __call__(self, pages: range) -> None:
+        if self._left == 0:
+            self.has_come.set()
+            assert self.go_on.wait(PATIENCE_S)
+        self._left -= 1
+
+
+@pytest.mark.parametrize(
+    ("first", "num_bytes", "expected"),
+    [
+        (0, 0, []),
+        (PAGE, 0, []),
+        (0, PAGE, []),
+        (PAGE - 1, 1, []),
+        (PAGE - 1, 2, [1]),
+        (PAGE, 3 * PAGE, [PAGE, 2 * PAGE]),
+        (3 * PAGE - 64, 2 * PAGE, [64, PAGE + 64]),
+    ],
+)
+def test_memory_is_cut_where_a_chunk_ends(
+    first: int, num_bytes: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_lock, "CHUNK_BYTES", PAGE)
+    assert page_lock.cuts_of(first, num_bytes) == expected
+
+
+def test_copies_are_right_while_pages_are_being_locked(chunked: StrictDevice) -> None:
+    """From and to memory that is locked, that is not yet, and that is both."""
+    arena = mapped(4 * PAGE)
+    arena[:] = np.random.default_rng(0).integers(0, 256, arena.nbytes, dtype=np.uint8)
+    stopped = Stopped(chunked, 2)
+    lock = chunked.lock_pages(arena)
+    assert lock is not None
+    assert stopped.has_come.wait(PATIENCE_S)
+    assert (lock.locked_bytes, lock.num_bytes) == (2 * PAGE, 4 * PAGE)
+
+    blocks = [arena[start:end] for start, end in ((64, 128), (PAGE - 64, PAGE + 64), (64, 4 * PAGE - 64))]
+    expected = [torch.from_numpy(block.copy()) for block in blocks]
+    arrived = [chunked.upload(torch.from_numpy(block)) for block in blocks]
+    whole = chunked.upload_joined(blocks)
+    numbers = chunked.upload(torch.from_numpy(blocks[2]).view(torch.int32).view(-1, 2))
+    # Only what is not locked yet holds up the thread: two chunks of the last block, three times.
+    assert chunked.module.pageable_copies == 6
+    assert all(map(torch.equal, arrived, expected))
+    assert torch.equal(whole, torch.cat(expected))
+    assert torch.equal(numbers.view(-1).view(torch.uint8), expected[2])
+
+    source = torch.randint(0, 256, (arena.nbytes - 128, 2), dtype=torch.uint8)[:, 1]
+    chunked.download(torch.from_numpy(blocks[2]), source)
+    chunked.synchronize(chunked.current_stream())
+    assert torch.equal(torch.from_numpy(blocks[2]), source)
+
+    stopped.go_on.set()
+    assert lock.wait() == 0
+    assert lock.locked_bytes == arena.nbytes
+    before = chunked.module.pageable_copies
+    assert torch.equal(chunked.upload(torch.from_numpy(blocks[2])), source)
+    assert chunked.module.pageable_copies == before
+    chunked.synchronize()
+
+
+def test_a_refused_chunk_ends_the_locking_with_one_warning(
+    chunked: StrictDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_connection, "lock_limit_bytes", lambda: 8 << 20)
+    chunked.module.lock_limit = 2 * PAGE
+    arena, locks = mapped(5 * PAGE), ArenaLocks(chunked)
+    locks.add(arena)
+    locks.begin()
+    wait_until(lambda: caplog.messages != [])
+    expected = {"bytes": 2 * PAGE, "of_bytes": 5 * PAGE, "error": REFUSED}
+    assert locks.as_dict() == expected
+    (warning,) = caplog.messages
+    assert (
+        "could not be pinned beyond 8.0 KiB of 20.0 KiB (error 2; the limit on locked memory is 8.0 MiB)"
+        in warning
+    )
+    arena[:] = 3
+    assert chunked.upload(torch.from_numpy(arena)).tolist() == [3] * arena.nbytes
+    chunked.synchronize()
+    chunked.unlock_pages()
+    assert chunked.module.locked == []
+    assert caplog.messages == [warning]
+
+
+def test_nothing_is_locked_before_costs_are_measured(chunked: StrictDevice) -> None:
+    locks, first, second = ArenaLocks(chunked), mapped(), mapped(2 * PAGE)
+    locks.add(first)
+    # The daemon came back meanwhile.
+    locks.add(second)
+    assert locks.as_dict() is None
+    assert chunked.module.locked == []
+    locks.begin()
+    wait_until(lambda: locks.as_dict() == {"bytes": 2 * PAGE, "of_bytes": 2 * PAGE, "error": 0})
+
+
+@pytest.mark.parametrize("ends_by_itself", [True, False])
+def test_locking_ends_with_its_memory(chunked: StrictDevice, ends_by_itself: bool) -> None:
+    arena = mapped(4 * PAGE)
+    stopped = Stopped(chunked, 2)
+    lock = chunked.lock_pages(arena)
+    assert lock is not None
+    assert stopped.has_come.wait(PATIENCE_S)
+    with in_threads() as start:
+        if ends_by_itself:
+            del arena
+        else:
+            start(chunked.unlock_pages)
+        stopped.go_on.set()
+    lock.wait()
+    wait_until(lambda: lock.is_over)
+    assert chunked.module.locked == []
+    assert lock.locked_bytes == 0
 
 
 # ---- what the double refuses ----
@@ -305,10 +459,21 @@ def test_the_double_knows_what_other_streams_have_waited_for(strict: StrictDevic
 
 def test_the_double_refuses_to_unlock_what_is_being_copied(strict: StrictDevice) -> None:
     arena = mapped()
-    strict.lock_pages(arena)
+    lock_all(strict, arena)
     strict.upload(torch.from_numpy(arena[:8]))
     with pytest.raises(StrictError, match="under way"):
         strict.unlock_pages()
+
+
+def test_the_double_refuses_a_copy_of_memory_that_is_locked_in_parts(
+    strict: StrictDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = mapped(2 * PAGE)
+    with monkeypatch.context() as patched:
+        patched.setattr(page_lock, "CHUNK_BYTES", PAGE)
+        lock_all(strict, arena)
+    with pytest.raises(StrictError, match="not locked as one"):
+        strict.upload(torch.from_numpy(arena))
 
 
 def test_the_double_counts_copies_that_hold_up_their_thread(strict: StrictDevice) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from krul_backend import page_lock
 from krul_backend.attention.rows import ReadKeys
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec import interface
@@ -45,7 +46,7 @@ from krul_sglang.engine.save.turn_encoding import LayerEncoding
 from krul_sglang.reasons import Reasons, RequestReasons, Run
 from tests.support.engine_builders import PATIENCE_S, make_load, make_store
 from tests.support.sglang_pool import NUM_LAYERS, NUM_SLOTS, PAGE_SIZE, make_pool
-from tests.support.strict_device import DEVICES, StrictDevice, check_device, make_device
+from tests.support.strict_device import DEVICES, StrictDevice, check_device, lock_all, make_device
 
 TOKEN_BYTES = NUM_LAYERS * 2 * 2 * 16 * 4  # layers x (K, V) x heads x channels x float32
 
@@ -109,7 +110,7 @@ class Bench:
         self.pool = open_pool(self.sglang_pool)
         self.pool.streams = device = self.pool.streams if device is None else device
         self.store = make_store(capacity_bytes)
-        device.lock_pages(self.store.host.buffer)
+        lock_all(device, self.store.host.buffer)
         self.model = ModelIdentity("m", "d", "float32", NUM_LAYERS, 2, 16, 16, PAGE_SIZE, 0, 1)
         self.codec = ModelCodecs(self.pool.shape, NUM_LAYERS, rotary=None)
         self.decision = FixedDecision(self.codec, Strategy.from_pairs(NUM_LAYERS))
@@ -614,6 +615,23 @@ def test_a_turn_is_read_after_the_forward_has_written_it(strict: StrictDevice) -
     assert bench.store_turn(dataclasses.replace(bench.turn("a", 2), ready=ready))
     assert strict.module.waits_before("download", bench.offloader._stream) == ready
     assert strict.module.pageable_copies == 0
+    bench.close()
+
+
+def test_a_turn_is_stored_right_across_chunks(strict: StrictDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_lock, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(page_lock, "_touch_pages", lambda chunk: None)
+    bench = Bench(device=strict)
+    turn = bench.turn("a", 2)
+    assert bench.store_turn(turn)
+    downloads = [entry.host for entry in strict.module.log if entry.kind == "download"]
+    assert len(downloads) > NUM_LAYERS
+    assert max(map(len, downloads)) <= 1 << 10
+    assert strict.module.pageable_copies == 0
+    targets = turn.slots + 20
+    before = bench.rows(turn.slots)
+    assert bench.loader.finish(bench.loader.start({"r": bench.load(turn, targets)}))
+    assert all(map(torch.equal, before, bench.rows(targets)))
     bench.close()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from krul_backend import page_lock
 from krul_backend.device import Device
 from krul_backend.tiers.common.interface import Lease
 from krul_sglang.engine.common import transfer_gate
@@ -684,11 +685,31 @@ def test_memory_of_the_device_that_runs_out_fails_the_load_and_no_other(
 
 
 def test_pages_that_cannot_be_locked_are_loaded_from_all_the_same(strict: StrictDevice) -> None:
-    strict.module.refusal = 2
+    strict.module.lock_limit = 0
     rig = Rig(PATIENCE_S, device=strict)
     assert rig.loader.finish(rig.start(FIRST_SLOTS))
     assert all(rig.holds(layer, FIRST_SLOTS) for layer in range(NUM_LAYERS))
     assert strict.module.pageable_copies == NUM_LAYERS
+    rig.close()
+
+
+@pytest.mark.parametrize("lock_limit", [0, 3 << 9, None])
+def test_blocks_that_lie_in_several_chunks_are_loaded_right(
+    strict: StrictDevice, monkeypatch: pytest.MonkeyPatch, lock_limit: int | None
+) -> None:
+    """Also where locking was refused before the first block, or in the middle of one."""
+    monkeypatch.setattr(page_lock, "CHUNK_BYTES", 1 << 9)
+    monkeypatch.setattr(page_lock, "_touch_pages", lambda chunk: None)
+    strict.module.lock_limit = lock_limit
+    rig = Rig(PATIENCE_S, device=strict)
+    assert rig.loader.finish(rig.start(FIRST_SLOTS))
+    assert all(rig.holds(layer, FIRST_SLOTS) for layer in range(NUM_LAYERS))
+    arena = rig.store.host.buffer
+    of_arena = range(arena.ctypes.data, arena.ctypes.data + arena.nbytes)
+    copies = [entry for entry in strict.module.log if entry.kind == "upload" and entry.host.start in of_arena]
+    assert [len(copy.host) for copy in copies] == [1 << 9] * 2 * NUM_LAYERS
+    num_slow = {0: len(copies), 3 << 9: len(copies) - 3, None: 0}
+    assert strict.module.pageable_copies == num_slow[lock_limit]
     rig.close()
 
 

@@ -219,7 +219,12 @@ def test_a_single_rank_starts_its_daemon(host: Host) -> None:
     assert daemon.arguments == daemon_arguments(KrulConfig(), GIB)
     assert host.stores[0].endpoint == "/run/krul-0"
     assert host.stores[0].restart == daemon.restart
-    assert connection.as_dict() == {"endpoint": "/run/krul-0", "is_connected": True, "num_lost": 0}
+    assert connection.as_dict() == {
+        "endpoint": "/run/krul-0",
+        "is_connected": True,
+        "num_lost": 0,
+        "locked": None,
+    }
     connection.close()
     assert host.stores[0].is_closed
     assert daemon.is_closed

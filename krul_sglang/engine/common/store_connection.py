@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,55 @@ import orjson
 from krul_backend.daemon.client import DaemonStore, EmbeddedDaemon
 from krul_backend.device import Device
 from krul_backend.errors import DaemonError, KrulError
-from krul_backend.memory import format_bytes
+from krul_backend.memory import format_bytes, lock_limit_bytes
+from krul_backend.page_lock import PageLock
 from krul_backend.segment import ModelIdentity
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common.agreement import RankAgreement
 
 logger = logging.getLogger(__name__)
+
+
+class ArenaLocks:
+    """From ``begin`` on, locks the daemon's arena in memory, for direct copies of the device.
+
+    Nobody waits for that: see ``Device.lock_pages``. Locked memory is taken from the system, and cannot be
+    swapped. Where locking is refused (a limit on locked memory, say), copies still work, only slower. When
+    the daemon is gone and another mapping replaces this one, it stays locked until the last load or turn that
+    uses it has ended.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._changing = threading.Lock()
+        self._has_begun = False
+        self._arena: npt.NDArray[np.uint8] | None = None
+        self._lock: PageLock | None = None
+
+    def add(self, arena: npt.NDArray[np.uint8]) -> None:
+        """Take a new mapping of the arena, in the place of the one before."""
+        with self._changing:
+            self._arena = arena
+            self._lock_if_begun()
+
+    def begin(self) -> None:
+        """Call it when costs are measured, which locking would disturb, and CUDA graphs captured."""
+        with self._changing:
+            self._has_begun = True
+            self._lock_if_begun()
+
+    def as_dict(self) -> dict[str, int] | None:
+        """How much is locked, and the device's error; None if nothing is to be locked, or not yet."""
+        lock = self._lock
+        if lock is None:
+            return None
+        return {"bytes": lock.locked_bytes, "of_bytes": lock.num_bytes, "error": lock.error}
+
+    def _lock_if_begun(self) -> None:
+        if self._has_begun and self._arena is not None:
+            # It is not kept here: it ends with the last array.
+            arena, self._arena = self._arena, None
+            self._lock = self._device.lock_pages(arena, _log_locked)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +73,7 @@ class StoreConnection:
 
     store: DaemonStore
     device: Device
+    locks: ArenaLocks
     daemon: EmbeddedDaemon | None
     endpoint: str
 
@@ -39,6 +83,7 @@ class StoreConnection:
             "endpoint": self.endpoint,
             "is_connected": self.store.is_connected,
             **asdict(self.store.counters),
+            "locked": self.locks.as_dict(),
         }
 
     def close(self) -> None:
@@ -68,6 +113,7 @@ def connect_store(
     leader = agreement.rank // ranks_per_host * ranks_per_host
     daemon: EmbeddedDaemon | None = None
     store: DaemonStore | None = None
+    locks = ArenaLocks(device)
     found = {"endpoint": config.endpoint}
     if not config.endpoint and agreement.rank == leader:
         try:
@@ -80,10 +126,7 @@ def connect_store(
         connected: dict[str, str] = {}
         try:
             store = DaemonStore(
-                endpoint,
-                model=model,
-                on_arena=partial(lock_arena, device),
-                restart=None if daemon is None else daemon.restart,
+                endpoint, model=model, on_arena=locks.add, restart=None if daemon is None else daemon.restart
             )
             if not store.is_connected:
                 connected = {"error": f"no krul-backend answers in {endpoint}: is it running, as this user?"}
@@ -92,28 +135,27 @@ def connect_store(
         _gathered(agreement, connected)
         assert store is not None
     except BaseException:
-        device.unlock_pages()
         if store is not None:
             store.close()
         if daemon is not None:
             daemon.close()
         raise
-    return StoreConnection(store, device, daemon, endpoint)
+    return StoreConnection(store, device, locks, daemon, endpoint)
 
 
-def lock_arena(device: Device, arena: npt.NDArray[np.uint8]) -> None:
-    """Lock a mapping of the daemon's arena in memory, so that the device can copy from and to it directly.
-
-    The whole arena takes memory from then on, and cannot be swapped. Where locking is refused (a limit on
-    locked memory, say), copies still work, only slower. When the daemon is gone and another mapping replaces
-    this one, it stays locked until the last load or turn that uses it has ended.
-    """
-    start_s = time.perf_counter()
-    error = device.lock_pages(arena)
-    if error != 0:
-        logger.warning("krul: host memory could not be pinned (error %d): copies will be slower", error)
-    elif not device.shares_cores:
-        logger.info("krul: pinned %s in %.1f s", format_bytes(arena.nbytes), time.perf_counter() - start_s)
+def _log_locked(lock: PageLock) -> None:
+    if lock.error == 0:
+        logger.info("krul: pinned %s in %.1f s", format_bytes(lock.num_bytes), lock.seconds)
+        return
+    limit = lock_limit_bytes()
+    logger.warning(
+        "krul: host memory could not be pinned beyond %s of %s (error %d; the limit on locked memory is %s): "
+        "copies of the rest will be slower",
+        format_bytes(lock.locked_bytes),
+        format_bytes(lock.num_bytes),
+        lock.error,
+        "none" if limit is None else format_bytes(limit),
+    )
 
 
 def _gathered(agreement: RankAgreement, found: dict[str, str]) -> list[dict[str, str]]:
