@@ -159,7 +159,7 @@ def open_draft(
     the same point.
 
     ``settings`` are the resolved server arguments. ``of_server`` joins all ranks, ``agreement`` those that
-    share the KV heads. Unless ``is_lossless``, it is stored in fewer bits, but for fp8. Raises what
+    share the KV heads. Unless ``is_lossless``, KV that is not fp8 is stored in fewer bits. Raises what
     ``open_pool`` does.
     """
     if not runners:
@@ -178,15 +178,8 @@ def open_draft(
         ranks_per_host=ranks_per_host,
     )
     stores = stores_kv(pool, agreement.rank, ranks_per_host)
-    is_exact = is_lossless or pool.fp8_format is not None
-    return DraftKV(
-        pool,
-        own.identity,
-        target,
-        runner.spec_algorithm.name,
-        stores=stores,
-        precision=Precision.NATIVE if is_exact else LOSSY_PRECISION,
-    )
+    precision = Precision.NATIVE if is_lossless or pool.fp8_format is not None else LOSSY_PRECISION
+    return DraftKV(pool, own.identity, target, runner.spec_algorithm.name, stores=stores, precision=precision)
 
 
 def stores_kv(pool: DevicePool, rank: int, ranks_per_host: int) -> bool:

@@ -15,7 +15,7 @@ from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 
 LOSSY_PRECISION = Precision.INT8
-"""Of draft KV on servers that may change a target's: as many drafts are accepted as with all of its bits."""
+"""Of draft KV on servers that may change the target's: as many drafts are accepted as with native KV."""
 
 
 @dataclass
@@ -135,8 +135,7 @@ class DraftKV:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``/server_info``."""
-        stored_as = {"algorithm": self.algorithm, "precision": self.precision.value}
-        return {**stored_as, **asdict(self.counters)}
+        return {"algorithm": self.algorithm, "precision": self.precision.value, **asdict(self.counters)}
 
     def gauges(self) -> dict[str, tuple[str, float]]:
         """What the server's metrics page shows: by name its meaning, and its value."""

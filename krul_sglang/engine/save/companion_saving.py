@@ -45,7 +45,7 @@ class CompanionSaver(ABC):
         self.store = store
         self._companion = companion
         self._what = what
-        # No companion's errors change what is predicted: a state has none, and drafts are verified.
+        # It changes no prediction: states are stored as they are, and drafts are verified.
         self._encoding = LayerEncoding(companion.codec, companion.strategy, (0.0,))
         self.written = OffloadCounters()
         self.writer = SegmentWriter(
