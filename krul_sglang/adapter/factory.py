@@ -167,6 +167,7 @@ def build_cache(ctx: Any) -> Any:
         agreement,
         cache_dir=cache_dir,
         ranks_per_host=ranks_per_host,
+        is_lossless=config.is_lossless,
     )
     states = open_states(runner, pool, model, resolved)
     rotary = read_rotary_table(runner.model)

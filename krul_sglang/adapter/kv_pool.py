@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from krul_backend.strategy import Precision
 from krul_sglang.adapter.unsupported import (
     FOREIGN_ELEMENTS,
     FOREIGN_LAYOUT,
@@ -17,7 +18,7 @@ from krul_sglang.adapter.unsupported import (
     UNSEEN_INDEX,
 )
 from krul_sglang.engine.common.agreement import RankAgreement
-from krul_sglang.engine.common.draft_kv import DraftKV
+from krul_sglang.engine.common.draft_kv import LOSSY_PRECISION, DraftKV
 from krul_sglang.engine.common.kv_pool import FP8_FORMATS, DevicePool
 from krul_sglang.engine.common.served_model import ServedModel, identify_model
 
@@ -152,12 +153,14 @@ def open_draft(
     *,
     cache_dir: Path,
     ranks_per_host: int,
+    is_lossless: bool,
 ) -> DraftKV | None:
     """The KV of the draft model that SGLang runs beside ``target``; None without one. Every rank calls it at
     the same point.
 
     ``settings`` are the resolved server arguments. ``of_server`` joins all ranks, ``agreement`` those that
-    share the KV heads. Raises what ``open_pool`` does.
+    share the KV heads. Unless ``is_lossless``, KV that is not fp8 is stored in fewer bits. Raises what
+    ``open_pool`` does.
     """
     if not runners:
         return None
@@ -175,7 +178,8 @@ def open_draft(
         ranks_per_host=ranks_per_host,
     )
     stores = stores_kv(pool, agreement.rank, ranks_per_host)
-    return DraftKV(pool, own.identity, target, runner.spec_algorithm.name, stores=stores)
+    precision = Precision.NATIVE if is_lossless or pool.fp8_format is not None else LOSSY_PRECISION
+    return DraftKV(pool, own.identity, target, runner.spec_algorithm.name, stores=stores, precision=precision)
 
 
 def stores_kv(pool: DevicePool, rank: int, ranks_per_host: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ import pytest
 
 from demo.server import ServerProcess
 from krul_sglang.cli.selftest import SelftestConfig, run_selftest
+from krul_sglang.learning.command import learn_to_files
+from krul_sglang.models.checkpoint import Checkpoint
 from tests.support.daemon_process import running_daemon
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
@@ -89,6 +92,10 @@ class Mode:
 
 
 RANDOM, WHOLE = {"planner": "random"}, {"planner": "full-load"}
+LOSSY = WHOLE | {"strategy": "subspace", "error_budget": 1e-9, "probe_share": 0, "relearn": False}
+"""So small a budget leaves the target's KV as it is: answers are those of an exact store."""
+TOKEN_BYTES = 4 * 2 * 64 * 2 * 4
+"""Of the draft that is the target itself, in float32."""
 FAILING = STRICT | faulty_loads("load-error")
 TWO_RANKS = STRICT_ON_TWO_CORES | WITH_PLUGIN
 MODES = {
@@ -96,6 +103,7 @@ MODES = {
     "standalone-page-16-whole-loads": Mode(ITSELF, WHOLE),
     "standalone-page-16-failing-loads": Mode(ITSELF, RANDOM, env=FAILING, fails=True),
     "standalone-page-16-small-draft": Mode(SMALL, RANDOM),
+    "standalone-page-16-lossy": Mode(ITSELF, LOSSY),
     "standalone-page-16-two-ranks": Mode(ITSELF, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
     "eagle-1-page-16-whole-loads": Mode(EAGLE_1, WHOLE),
     "eagle-3-page-1-random-heads": Mode(EAGLE, RANDOM, page_size=1),
@@ -210,6 +218,9 @@ def undrafted(models: dict[str, Path], kept: Played) -> Callable[[str], Played]:
 @pytest.fixture(scope="module", params=MODES)
 def restored(request: pytest.FixtureRequest, models: dict[str, Path]) -> Restored:
     mode = MODES[request.param]
+    if mode.options is LOSSY:
+        target = Checkpoint(str(models[mode.speculation.target]))
+        list(learn_to_files(target, None, num_pieces=4, cache_dir=Path(os.environ["KRUL_CACHE_DIR"])))
     with krul_server(models, mode) as server:
         turns = play_turns(server, evict=True)
         edges = play_edges(server)
@@ -276,6 +287,16 @@ def test_draft_kv_comes_back_with_the_target_s(restored: Restored) -> None:
         # A target's KV that left is stored again, beside what is left of its draft's.
         if not num_evicted and not restored.stats["evicted_segments"]:
             assert draft["stored_tokens"] == offload["tokens"]
+
+
+def test_where_kv_is_compressed_its_draft_kv_takes_fewer_bytes(restored: Restored) -> None:
+    draft = restored.stats["draft"]
+    is_lossy = restored.mode.options is LOSSY
+    assert draft["precision"] == ("int8" if is_lossy else "native")
+    if restored.mode.speculation == ITSELF and not restored.mode.args:
+        share = draft["num_bytes"] / (draft["stored_tokens"] * TOKEN_BYTES)
+        # A byte for each number of 4, and what scales take.
+        assert 0.25 < share < 0.3 if is_lossy else share == 1
 
 
 def test_failed_loads_were_computed_and_nobody_noticed(restored: Restored) -> None:

@@ -1,4 +1,4 @@
-"""The KV of a draft model is stored and loaded beside the target's, and never fails it."""
+"""The KV of a draft model comes back beside the target's, natively or in 8 bits, and never fails it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 import torch
 from test_engine_copies import losing_the_daemon
 
-from krul_backend.codec.layout import LayerShape
+from krul_backend.codec.layout import LayerKV, LayerShape
 from krul_backend.segment import ModelIdentity
+from krul_backend.strategy import Precision
 from krul_backend.tiers.common.hint import Hint
 from krul_sglang.engine.common.draft_kv import DraftKV
 from krul_sglang.engine.common.served_model import ServedModel
@@ -35,14 +36,15 @@ OLD, NEW = torch.arange(NUM_TOKENS), torch.arange(30, 30 + NUM_TOKENS)
 
 
 class Draft:
-    """A rig whose target has a draft model, of which a turn can be stored."""
+    """A rig whose target has a draft model, of which a turn can be stored. ``precision``: in which it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, precision: Precision) -> None:
         self.rig = Rig(PATIENCE_S)
+        self.stored_in = precision
         own = ModelIdentity("draft", "d2", "float32", NUM_DRAFT_LAYERS, 1, 16, 16, PAGE_SIZE, 0, 1)
         self.target = ServedModel(self.rig.model)
         self.pool: Any = TensorPool(SHAPE, NUM_DRAFT_LAYERS, num_slots=64, seed=7)
-        self.kv = DraftKV(self.pool, own, self.target, "STANDALONE")
+        self.kv = DraftKV(self.pool, own, self.target, "STANDALONE", precision=precision)
         self.saver = DraftSaver(self.rig.store, self.kv, MAX_LAYER_BYTES)
         self.before_layer: Callable[[int, int], None] = lambda index, layer: None
         self.loader = LayerWiseLoader(
@@ -65,8 +67,8 @@ class Draft:
         stream = self.pool.streams.new_stream()
         self.saver.save(turn, stream, lambda: None, lambda: is_wanted, lambda: nullcontext(True))
 
-    def start(self) -> tuple[int, LoadBatch]:
-        load, rig = self.rig.load(NEW), self.rig
+    def start(self, num_tokens: int = NUM_TOKENS) -> tuple[int, LoadBatch]:
+        load, rig = self.rig.load(NEW[:num_tokens]), self.rig
         held = HeldLease(KeyRun.of(rig.page_keys), rig.page_keys, lambda: rig.token_ids, load.lease, 0.0)
         index = self.loader.start({"r": dataclasses.replace(load, held=held)})
         batch = self.loader.batch(index)
@@ -74,9 +76,13 @@ class Draft:
         return index, batch
 
     def has_come_back(self, num_tokens: int = NUM_TOKENS) -> bool:
+        gather, layers = self.pool.gather, range(NUM_DRAFT_LAYERS)
+        if self.stored_in is Precision.NATIVE:
+            return all(
+                is_equal(gather(each, OLD[:num_tokens]), gather(each, NEW[:num_tokens])) for each in layers
+            )
         return all(
-            is_equal(self.pool.gather(layer, OLD[:num_tokens]), self.pool.gather(layer, NEW[:num_tokens]))
-            for layer in range(NUM_DRAFT_LAYERS)
+            is_within_half_a_step(gather(each, OLD), gather(each, NEW[:num_tokens])) for each in layers
         )
 
     def num_stored(self) -> int:
@@ -84,9 +90,19 @@ class Draft:
         return NUM_PAGES - sum(map(len, missing))
 
 
-@pytest.fixture
-def draft() -> Iterator[Draft]:
-    draft = Draft()
+def is_within_half_a_step(stored: LayerKV, come: LayerKV) -> bool:
+    """Whether the first tokens of what was stored in 8 bits have come back: keys have a step per channel,
+    values one per token. Half of it, and what rounding its range to fp16 adds."""
+    for before, after, dim in ((stored.k, come.k, 0), (stored.v, come.v, 2)):
+        steps = (before.amax(dim, keepdim=True) - before.amin(dim, keepdim=True)) / 255
+        if not 0.1 < ((after - before[: len(after)]) / steps[: len(after)]).abs().max() < 0.55:
+            return False
+    return True
+
+
+@pytest.fixture(params=[Precision.NATIVE, Precision.INT8])
+def draft(request: pytest.FixtureRequest) -> Iterator[Draft]:
+    draft = Draft(request.param)
     yield draft
     draft.close()
 
@@ -101,6 +117,30 @@ def test_it_has_come_when_the_targets_last_layer_has(draft: Draft) -> None:
     assert draft.loader.finish(index)
     assert draft.rig.num_leases() == 0
     assert draft.kv.counters.stored_tokens == NUM_TOKENS
+
+
+@pytest.mark.parametrize("num_tokens", [PAGE_SIZE, NUM_TOKENS])
+@pytest.mark.parametrize("stored_in", [Precision.NATIVE, Precision.INT8])
+def test_servers_share_it_whatever_each_stores_it_in(
+    draft: Draft, stored_in: Precision, num_tokens: int
+) -> None:
+    """Also a part of it. Its bytes are counted as they are stored."""
+    draft.stored_in = stored_in
+    own = dataclasses.replace(draft.kv.identity, config_digest="d2", target="")
+    other = DraftKV(draft.pool, own, draft.target, "STANDALONE", precision=stored_in)
+    draft.saver = DraftSaver(draft.rig.store, other, MAX_LAYER_BYTES)
+    before = draft.rig.store.stats().stored_bytes
+    draft.save()
+    index, batch = draft.start(num_tokens)
+    assert draft.loader.finish(index)
+    assert batch.draft_tokens == {"r": num_tokens}
+    assert draft.has_come_back(num_tokens)
+    # 32 elements of a token in 4 bytes, or in one; and of 8 bits two numbers per channel and per token.
+    of_layer = (
+        32 * 4 * NUM_TOKENS if stored_in is Precision.NATIVE else 32 * NUM_TOKENS + 4 * (16 + NUM_TOKENS)
+    )
+    num_bytes = NUM_DRAFT_LAYERS * of_layer
+    assert draft.rig.store.stats().stored_bytes - before == other.counters.num_bytes == num_bytes
 
 
 def test_a_beginning_comes_alone(draft: Draft) -> None:

@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "models": {"config"},
     "learning": {"attention", "codec", "models"},
     "sizing": {"codec", "learning", "planner"},
-    "engine.common": {"codec", "config", "daemon.client", "models"},
+    "engine.common": {"codec", "config", "daemon.client", "models", "strategy"},
     "engine.capture": {"attention"},
     "engine.save": {
         *("attention", "codec", "planner", "store", "strategy", "tiers.common"),

@@ -15,6 +15,7 @@ from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.memory import is_out_of_memory
 from krul_backend.segment import ModelIdentity, TokenIds
+from krul_backend.strategy import Strategy
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 
@@ -87,6 +88,7 @@ class BoundaryStates:
     ) -> None:
         self.pool = pool
         self.codec = ModelCodecs(pool.shape, pool.num_layers, None)
+        self.strategy = Strategy.from_pairs(pool.num_layers)
         self.counters = StateCounters()
         self.window_pages = window_pages
         num_rows = 1 if window_pages is None else window_pages * target.identity.page_size

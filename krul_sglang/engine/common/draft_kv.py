@@ -10,8 +10,12 @@ import torch
 
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.segment import ModelIdentity
+from krul_backend.strategy import Precision, Strategy
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
+
+LOSSY_PRECISION = Precision.INT8
+"""Of draft KV on servers that may change the target's: as many drafts are accepted as with native KV."""
 
 
 @dataclass
@@ -47,10 +51,9 @@ class DraftCounters:
 class DraftKV:
     """Holds what a rank needs to store and load the KV of its draft model.
 
-    It lies in a pool of its own, in the same slots as the target's, and is stored as it is, beside the
-    target's and under an ``identity`` of its own: servers with other drafts, or without one, share the
-    target's alone. What is missing of it, or wrong, changes no answer, since the target verifies: fewer
-    drafts are accepted.
+    It lies in a pool of its own, in the same slots as the target's, and is stored beside the target's, under
+    an ``identity`` of its own: servers with other drafts, or without one, share the target's alone. What is
+    missing of it, or wrong, changes no answer, since the target verifies: fewer drafts are accepted.
 
     A slot is stale if the target's KV in it is right, and the draft's is not: of a prefix that was loaded
     without it, or recomputed by the target alone. What is stale is not stored.
@@ -61,6 +64,7 @@ class DraftKV:
         target: whose drafts it makes.
         algorithm: the name of the speculation.
         stores: False if another rank stores KV that is the same on all.
+        precision: in which all layers are stored. What was stored in another one is loaded, too.
     """
 
     def __init__(
@@ -71,9 +75,12 @@ class DraftKV:
         algorithm: str,
         *,
         stores: bool = True,
+        precision: Precision = Precision.NATIVE,
     ) -> None:
         self.pool = pool
         self.codec = ModelCodecs(pool.shape, pool.num_layers, None)
+        self.strategy = Strategy.from_pairs(pool.num_layers, precision=precision)
+        self.precision = precision
         self.counters = DraftCounters()
         self.algorithm = algorithm
         self.stores = stores
@@ -128,7 +135,7 @@ class DraftKV:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``/server_info``."""
-        return {"algorithm": self.algorithm, **asdict(self.counters)}
+        return {"algorithm": self.algorithm, "precision": self.precision.value, **asdict(self.counters)}
 
     def gauges(self) -> dict[str, tuple[str, float]]:
         """What the server's metrics page shows: by name its meaning, and its value."""

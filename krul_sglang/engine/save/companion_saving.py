@@ -14,7 +14,6 @@ from krul_backend.errors import StoreClosedError
 from krul_backend.planner import OnlineCosts
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.interface import KVStore
-from krul_backend.strategy import Strategy
 from krul_backend.tiers.common.hint import NO_HINT
 from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.draft_kv import DraftKV
@@ -26,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class CompanionSaver(ABC):
-    """Stores what the store does not hold yet of a turn's ``companion``, as it is, under an identity of its
-    own. Used by the thread that stores turns, before the turn's own KV.
+    """Stores what the store does not hold yet of a turn's ``companion``, under an identity of its own. Used
+    by the thread that stores turns, before the turn's own KV.
 
     ``what`` it is, for messages. ``of_end``: it belongs to a turn's last page, and not to each of its pages.
     ``num_layers``, ``costs``: of what a restore saves, see ``SegmentWriter``.
@@ -46,9 +45,8 @@ class CompanionSaver(ABC):
         self.store = store
         self._companion = companion
         self._what = what
-        self._encoding = LayerEncoding(
-            companion.codec, Strategy.from_pairs(companion.pool.num_layers), (0.0,)
-        )
+        # It changes no prediction: states are stored as they are, and drafts are verified.
+        self._encoding = LayerEncoding(companion.codec, companion.strategy, (0.0,))
         self.written = OffloadCounters()
         self.writer = SegmentWriter(
             store, companion.pool.streams, num_layers, self.written, while_full=nullcontext, costs=costs
