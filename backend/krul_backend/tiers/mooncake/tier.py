@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -303,17 +304,12 @@ class MooncakeTier(LowerTier):
         self, store: MooncakeClient, reads: Sequence[TailRead], layers: range
     ) -> tuple[list[ObjectPart], float]:
         """Read some layers in one call; returns what was asked for, and the seconds that it took."""
-        landing = [
-            (read, layer)
-            for layer in layers
-            for read in reads
-            if read.error is None and layer < len(read.blocks)
-        ]
-        parts = [_part(read, layer) for read, layer in landing if read.blocks[layer].nbytes]
+        due = [(read, i) for i in layers for read in reads if read.error is None and i < len(read.blocks)]
+        parts = [_part(read, layer) for read, layer in due if read.blocks[layer].nbytes]
         started_s = self._clock()
-        is_read = iter(store.get_into(parts) if parts else ())
+        is_read = iter(store.get_into(parts))
         took_s = self._clock() - started_s
-        for read, layer in landing:
+        for read, layer in due:
             is_there = not read.blocks[layer].nbytes or next(is_read)
             read.attempt(partial(self._land, read, layer, is_there))
         return parts, took_s
@@ -362,23 +358,20 @@ def _batches(reads: Sequence[TailRead]) -> Iterator[range]:
     The first call is for the first layer that has bytes, so that a forward can begin; further ones are for as
     many layers as have ``_BATCH_BYTES``, or for one that has more.
     """
-    num_layers = max((len(read.blocks) for read in reads), default=0)
-    sizes = [
-        sum(read.blocks[layer].nbytes for read in reads if layer < len(read.blocks))
-        for layer in range(num_layers)
-    ]
+    layers = itertools.zip_longest(*(read.blocks for read in reads))
+    sizes = [sum(block.nbytes for block in blocks if block is not None) for blocks in layers]
     first = 0
-    for end in range(1, num_layers + 1):
+    for end in range(1, len(sizes) + 1):
         is_full = sum(sizes[first : end + 1]) > _BATCH_BYTES or not any(sizes[:first])
-        if end == num_layers or (is_full and any(sizes[first:end])):
+        if end == len(sizes) or (is_full and any(sizes[first:end])):
             yield range(first, end)
             first = end
 
 
 def _part(read: TailRead, layer: int) -> ObjectPart:
     segment: StoredObject = read.run.segment
-    num_bytes = segment.manifest.layer_num_bytes[layer]
-    return ObjectPart(segment.block_key(layer), read.blocks[layer], num_bytes, read.num_after[layer])
+    block, num_bytes = read.blocks[layer], segment.manifest.layer_num_bytes[layer]
+    return ObjectPart(segment.block_key(layer), block, num_bytes, read.end_of(layer) - block.nbytes)
 
 
 class _WrongBytesError(TierReadError):
