@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +49,9 @@ _NUM_READ_THREADS = 4
 _CLEAR_TIMEOUT_S = 5.0
 _BATCH_BYTES = 8 << 20
 """What one call asks for. Nothing of it lands, and no deadline is looked at, before all of it has come."""
+
+_Batch = list[tuple[TailRead, int]]
+"""Layers of reads."""
 
 
 class MooncakeTier(LowerTier):
@@ -144,8 +146,8 @@ class MooncakeTier(LowerTier):
             store = self._connection.store()
             for read in reads:
                 read.attempt(partial(self._check_epoch, store, read.run.segment))
-            for layers in _batches(reads):
-                parts, took_s = self._read_layers(store, reads, layers)
+            for batch in _batches(reads):
+                parts, took_s = self._read_batch(store, batch)
                 asked += [part.block.nbytes for part in parts]
                 read_s += took_s
                 if self._clock() - started_s > self._options.read_timeout_s:
@@ -239,7 +241,7 @@ class MooncakeTier(LowerTier):
                 blocks = [np.empty(size, dtype=np.uint8) for size in sizes]
                 landed: list[int] = []
                 read = TailRead(PageRun(segment, 0, 1), blocks, landed.append, lambda error: None)
-                self._read_layers(store, (read,), range(len(sizes)))
+                self._read_batch(store, [(read, layer) for layer in range(len(sizes))])
                 num_blocks += sum(sizes[layer] > 0 for layer in landed)
                 num_bytes += sum(sizes[layer] for layer in landed)
                 if isinstance(read.error, _WrongBytesError):
@@ -300,11 +302,9 @@ class MooncakeTier(LowerTier):
             self._known.forget(segment)
             raise TierReadError("the segment was cleared")
 
-    def _read_layers(
-        self, store: MooncakeClient, reads: Sequence[TailRead], layers: range
-    ) -> tuple[list[ObjectPart], float]:
-        """Read some layers in one call; returns what was asked for, and the seconds that it took."""
-        due = [(read, i) for i in layers for read in reads if read.error is None and i < len(read.blocks)]
+    def _read_batch(self, store: MooncakeClient, batch: _Batch) -> tuple[list[ObjectPart], float]:
+        """Read blocks in one call; returns what was asked for, and the seconds that it took."""
+        due = [(read, layer) for read, layer in batch if read.error is None]
         parts = [_part(read, layer) for read, layer in due if read.blocks[layer].nbytes]
         started_s = self._clock()
         is_read = iter(store.get_into(parts))
@@ -352,20 +352,22 @@ class MooncakeTier(LowerTier):
             self._suspension.failed("cannot remove", error)
 
 
-def _batches(reads: Sequence[TailRead]) -> Iterator[range]:
-    """The layers to read in one call each, of all reads.
-
-    The first call is for the first layer that has bytes, so that a forward can begin; further ones are for as
-    many layers as have ``_BATCH_BYTES``, or for one that has more.
-    """
-    layers = itertools.zip_longest(*(read.blocks for read in reads))
-    sizes = [sum(block.nbytes for block in blocks if block is not None) for blocks in layers]
-    first = 0
-    for end in range(1, len(sizes) + 1):
-        is_full = sum(sizes[first : end + 1]) > _BATCH_BYTES or not any(sizes[:first])
-        if end == len(sizes) or (is_full and any(sizes[first:end])):
-            yield range(first, end)
-            first = end
+def _batches(reads: Sequence[TailRead]) -> Iterator[_Batch]:
+    """What to read per call, layer by layer of all reads: ``_BATCH_BYTES``, or one block that has more.
+    The first layer that has bytes comes alone, so that a forward can begin."""
+    num_layers = max((len(read.blocks) for read in reads), default=0)
+    due = [(read, layer) for layer in range(num_layers) for read in reads if layer < len(read.blocks)]
+    first_layer = next((layer for read, layer in due if read.blocks[layer].nbytes), 0)
+    batch: _Batch = []
+    num_bytes = 0
+    for read, layer in due:
+        size = read.blocks[layer].nbytes
+        if num_bytes and (num_bytes + size > _BATCH_BYTES or batch[0][1] <= first_layer < layer):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append((read, layer))
+        num_bytes += size
+    yield batch
 
 
 def _part(read: TailRead, layer: int) -> ObjectPart:
