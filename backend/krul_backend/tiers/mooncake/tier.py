@@ -50,8 +50,7 @@ _CLEAR_TIMEOUT_S = 5.0
 _BATCH_BYTES = 8 << 20
 """What one call asks for. Nothing of it lands, and no deadline is looked at, before all of it has come."""
 
-_Batch = list[tuple[TailRead, int]]
-"""Layers of reads."""
+_Batch = list[tuple[TailRead, int]]  # Reads, and a layer of each.
 
 
 class MooncakeTier(LowerTier):
