@@ -241,19 +241,19 @@ def test_a_client_reads_the_ends_of_objects_into_its_arena(master: Master) -> No
             for num_bytes in sorted({1, min(size, 99), -(-size // 2), size}):
                 for block in (arena[64 : 64 + num_bytes], np.empty(num_bytes, np.uint8)):
                     arena[:] = 7
-                    assert client.get_into([ObjectPart(f"o{size}", block, size)]) == [True]
+                    assert client.get_into([ObjectPart(f"o{size}", block, size, size - num_bytes)]) == [True]
                     assert np.array_equal(block, value[size - num_bytes :])
                     assert (arena[:64] == 7).all()
                     assert (arena[64 + num_bytes :] == 7).all()
         value = np.random.default_rng(70_000).integers(0, 256, 70_000, dtype=np.uint8)
         for block in (arena[64:30_064], np.empty(30_000, np.uint8)):
-            assert client.get_into([ObjectPart("o70000", block, 70_000, num_after=25_000)]) == [True]
+            assert client.get_into([ObjectPart("o70000", block, 70_000, start=15_000)]) == [True]
             assert np.array_equal(block, value[15_000:45_000])
         for num_bytes in (50, 100):
             for block in (arena[:num_bytes], np.empty(num_bytes, np.uint8)):
                 assert client.get_into([ObjectPart("no such object", block, 100)]) == [False]
         for num_bytes in (50, 1000):
-            assert client.get_into([ObjectPart("o100", arena[:num_bytes], 1000)]) == [False]
+            assert client.get_into([ObjectPart("o100", arena[:num_bytes], 1000, 1000 - num_bytes)]) == [False]
     finally:
         client.close()
 
@@ -279,7 +279,7 @@ def test_a_client_moves_many_blocks_in_one_call(master: Master) -> None:
         assert client.have_all([*keys, "new"])
         into = list(np.split(arena[8 << 20 : (8 << 20) + 302 * size], 302))
         parts = [
-            ObjectPart(key, block if i % 3 else block[: size // 2], size, 100 * (not i % 3))
+            ObjectPart(key, block, size) if i % 3 else ObjectPart(key, block[:5000], size, i)
             for i, (key, block) in enumerate(zip(keys, into, strict=False))
         ]
         # A key that comes twice, one that is not there, memory of the caller's own.
@@ -289,8 +289,7 @@ def test_a_client_moves_many_blocks_in_one_call(master: Master) -> None:
         assert client.get_into(parts) == [i != 5 for i in range(300)]
         for i, part in enumerate(parts):
             right = blocks[1 if i == 4 else i]
-            end = size - part.num_after
-            assert i == 5 or np.array_equal(part.block, right[end - part.block.nbytes : end]), i
+            assert i == 5 or np.array_equal(part.block, right[part.start :][: part.block.nbytes]), i
         # Another client has begun with an object, and is not done.
         assert client._store.batch_put_session_start(["half"], [size], client._replication) == [0]
         client.put_blocks(["half", "whole"], blocks[:2])

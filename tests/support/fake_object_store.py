@@ -68,7 +68,8 @@ class FakeObjectStore:
         return value if value is not None and len(value) <= max_num_bytes else None
 
     def get_into(self, parts: Sequence[ObjectPart]) -> list[bool]:
-        self._cluster.batches.append([part.key for part in parts])
+        if parts:
+            self._cluster.batches.append([part.key for part in parts])
         return [self._get_part(part) for part in parts]
 
     def have_all(self, keys: Sequence[str]) -> bool:
@@ -92,8 +93,7 @@ class FakeObjectStore:
         value = self._objects("get_into", part.key).get(part.key)
         if value is None or len(value) != part.num_bytes:
             return False
-        end = part.num_bytes - part.num_after
-        part.block[:] = np.frombuffer(value, dtype=np.uint8)[end - part.block.nbytes : end]
+        part.block[:] = np.frombuffer(value, np.uint8, part.block.nbytes, part.start)
         self._cluster.num_bytes_read += part.block.nbytes
         return True
 

@@ -289,7 +289,7 @@ def test_a_picture(server: FakeServer, tmp_path: Path, index: int | None) -> Non
 def test_without_matplotlib_it_is_said(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("krul_sglang.cli.app.find_spec", lambda name: None)
+    monkeypatch.setattr("krul_sglang.cli.arguments.find_spec", lambda name: None)
     result = run("--url", server.url, "--gantt", tmp_path / "restore.png")
     assert result.exit_code == 2
     assert "pip install matplotlib" in result.stderr

@@ -10,7 +10,6 @@ from collections import deque
 import numpy as np
 
 from krul_backend.errors import ManifestError
-from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
 from krul_backend.tiers.objects.cluster_connection import ClusterConnection
@@ -20,8 +19,6 @@ from krul_backend.tiers.objects.stored_object import Epochs, StoredObject, encod
 
 _CLOSE_TIMEOUT_S = 5.0
 _NUM_THREADS = 2
-
-_FirstPage = tuple[str, str]
 
 
 class ClusterWriter:
@@ -70,14 +67,11 @@ class ClusterWriter:
     def close(self) -> None:
         """Write waiting segments for some seconds at most, then give up the rest."""
         self.queue.close()
-        self._join()
-        self._is_giving_up = True
-        self._join()
-
-    def _join(self) -> None:
-        ends_at_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(0.0, ends_at_s - time.monotonic()))
+        for is_giving_up in (False, True):
+            self._is_giving_up = is_giving_up
+            ends_at_s = time.monotonic() + _CLOSE_TIMEOUT_S
+            for thread in self._threads:
+                thread.join(max(0.0, ends_at_s - time.monotonic()))
 
     def _work(self) -> None:
         while self.queue.wait():
@@ -94,15 +88,13 @@ class ClusterWriter:
                     self._taken.popleft()
                     self._turn.notify_all()
 
-    def _await_earlier(self, item: QueuedSegment, first_page: _FirstPage | None = None) -> None:
-        """Wait until those that were put before are settled; of these those that begin with a page."""
-
-        def is_next() -> bool:
-            earlier = itertools.takewhile(lambda other: other is not item, self._taken)
-            return not any(first_page in (None, _first_page(other.manifest)) for other in earlier)
-
+    def _await_earlier(self, item: QueuedSegment, *, only_alike: bool = False) -> None:
+        """Wait until all that was put before is settled, or what of it begins with the same page."""
         with self._turn:
-            self._turn.wait_for(is_next)
+            earlier = set(itertools.takewhile(lambda other: other is not item, self._taken))
+            if only_alike:
+                earlier = {other for other in earlier if _first_page(other) == _first_page(item)}
+            self._turn.wait_for(lambda: earlier.isdisjoint(self._taken))
 
     def _is_written(self, item: QueuedSegment) -> bool:
         if self._suspension.is_active:
@@ -126,7 +118,7 @@ class ClusterWriter:
 
     def _write(self, store: ObjectClient, item: QueuedSegment) -> None:
         manifest = item.manifest
-        self._await_earlier(item, _first_page(manifest))
+        self._await_earlier(item, only_alike=True)
         num_clears = self._known.num_clears
         prefix = self._epochs.prefix(store, manifest.model.fingerprint, may_create=True)
         if prefix is None:
@@ -158,5 +150,5 @@ class ClusterWriter:
             store.remove([segment.metadata_key, *segment.block_keys])
 
 
-def _first_page(manifest: SegmentManifest) -> _FirstPage:
-    return manifest.model.fingerprint, manifest.page_keys[0]
+def _first_page(item: QueuedSegment) -> tuple[str, str]:
+    return item.manifest.model.fingerprint, item.manifest.page_keys[0]

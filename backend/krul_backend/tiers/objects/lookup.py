@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -42,8 +42,8 @@ class KnownSegments:
         self._lock = threading.Lock()
         self._index: PageIndex[StoredObject] = PageIndex()
         self._segments: OrderedDict[int, StoredObject] = OrderedDict()
-        # By model's fingerprint and prefix; a model has more than one prefix only until a clear is noticed.
-        self._of_model: dict[str, dict[str, set[StoredObject]]] = {}
+        # By model's fingerprint and prefix: of a model there is one, until a clear is noticed.
+        self._by_prefix: defaultdict[tuple[str, str], set[StoredObject]] = defaultdict(set)
         self._num_tokens = 0
         self._num_bytes = 0
         self._absent_until_s: OrderedDict[tuple[str, str], float] = OrderedDict()
@@ -90,8 +90,7 @@ class KnownSegments:
             if self._index.add(segment) == 0:
                 return False
             self._segments[segment.segment_id] = segment
-            of_model = self._of_model.setdefault(segment.manifest.model.fingerprint, {})
-            of_model.setdefault(segment.prefix, set()).add(segment)
+            self._by_prefix[segment.manifest.model.fingerprint, segment.prefix].add(segment)
             self._absent_until_s.pop((segment.prefix, segment.manifest.page_keys[0]), None)
             self._num_tokens += segment.manifest.num_tokens
             self._num_bytes += segment.manifest.num_bytes
@@ -110,10 +109,11 @@ class KnownSegments:
     def forget_model(self, fingerprint: str | None, *, except_prefix: str | None = None) -> None:
         """Forget a model's segments (None: all models'), except those under ``except_prefix``."""
         with self._lock:
-            for model in list(self._of_model) if fingerprint is None else [fingerprint]:
-                for prefix in set(self._of_model.get(model, ())) - {except_prefix}:
-                    for segment in list(self._of_model[model][prefix]):
+            for (model, prefix), segments in list(self._by_prefix.items()):
+                if fingerprint in (None, model) and prefix != except_prefix:
+                    for segment in list(segments):
                         self._remove(segment)
+                    del self._by_prefix[model, prefix]
 
     def clear(self, fingerprint: str | None) -> None:
         """Forget a model (None: all), and do not remember answers to questions that were asked before."""
@@ -139,10 +139,7 @@ class KnownSegments:
     def _remove(self, segment: StoredObject) -> None:
         self._index.remove(segment)
         del self._segments[segment.segment_id]
-        of_model = self._of_model[segment.manifest.model.fingerprint]
-        of_model[segment.prefix].remove(segment)
-        if not of_model[segment.prefix]:
-            del of_model[segment.prefix]
+        self._by_prefix[segment.manifest.model.fingerprint, segment.prefix].remove(segment)
         self._num_tokens -= segment.manifest.num_tokens
         self._num_bytes -= segment.manifest.num_bytes
 

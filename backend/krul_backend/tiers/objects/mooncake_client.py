@@ -166,7 +166,7 @@ class MooncakeClient(ObjectClient):
         if all(map(self._is_registered, blocks)):
             codes = self._store.batch_put_from(list(keys), *_places(blocks), self._replication)
         else:
-            # One by one: ``put_batch`` does not say which of them it has stored.
+            # Each by a call of its own: ``put_batch`` does not say which of them it has stored.
             codes = [self._store.put(*item, self._replication) for item in zip(keys, blocks, strict=True)]
         for key, code in zip(keys, codes, strict=True):
             if code != _OBJECT_ALREADY_EXISTS:
@@ -189,38 +189,23 @@ class MooncakeClient(ObjectClient):
         return value or None
 
     def get_into(self, parts: Sequence[ObjectPart]) -> list[bool]:
-        codes: list[int] = [_OBJECT_NOT_FOUND] * len(parts)
+        codes = {i: self._copy_into(p) for i, p in enumerate(parts) if not self._is_registered(p.block)}
+        registered = [i for i in range(len(parts)) if i not in codes]
         # By key: of a key that comes twice, ``batch_get_into`` fills one block only.
-        whole: dict[str, int] = {}
-        ranges: list[int] = []
-        for i, part in enumerate(parts):
-            if not self._is_registered(part.block):
-                codes[i] = self._copy_into(part)
-            elif part.block.nbytes == part.num_bytes and part.key not in whole:
-                whole[part.key] = i
-            else:
-                ranges.append(i)
-        if whole:
-            blocks = [parts[i].block for i in whole.values()]
-            read = self._store.batch_get_into(list(whole), *_places(blocks))
-            for i, code in zip(whole.values(), read, strict=True):
-                codes[i] = code
-        if ranges:
-            addresses, sizes = _places([parts[i].block for i in ranges])
-            of_blocks = self._store.get_into_ranges(
-                addresses,
-                [[parts[i].key] for i in ranges],
-                [[[0]]] * len(ranges),
-                [[[parts[i].start]] for i in ranges],
-                [[[size]] for size in sizes],
-            )
-            for i, of_keys in zip(ranges, of_blocks, strict=True):
-                codes[i] = of_keys[0][0]
-        for part, code in zip(parts, codes, strict=True):
+        whole = {parts[i].key: i for i in registered if parts[i].block.nbytes == parts[i].num_bytes}
+        ranges = [i for i in registered if whole.get(parts[i].key) != i]
+        read = self._store.batch_get_into(list(whole), *_places([parts[i].block for i in whole.values()]))
+        codes |= zip(whole.values(), read, strict=True)
+        addresses, sizes = _places([parts[i].block for i in ranges])
+        starts = [[[parts[i].start]] for i in ranges]
+        keys, zeros = [[parts[i].key] for i in ranges], [[[0]]] * len(ranges)
+        read = self._store.get_into_ranges(addresses, keys, zeros, starts, [[[size]] for size in sizes])
+        codes |= zip(ranges, (of_keys[0][0] for of_keys in read), strict=True)
+        for i, code in codes.items():
             # INVALID_PARAMS: the object is larger than the block, or ends before the range.
             if code != _INVALID_PARAMS and code not in _NOT_THERE:
-                _check(code, f"get {part.key}")
-        return [code == part.block.nbytes for part, code in zip(parts, codes, strict=True)]
+                _check(code, f"get {parts[i].key}")
+        return [codes[i] == part.block.nbytes for i, part in enumerate(parts)]
 
     def have_all(self, keys: Sequence[str]) -> bool:
         codes = self._store.batch_is_exist(list(keys))

@@ -19,17 +19,12 @@ class StoreFullError(ObjectStoreError):
 
 
 class ObjectPart(NamedTuple):
-    """What is read into ``block``: the end of an object of ``num_bytes``, or what is before the last
-    ``num_after`` bytes of it."""
+    """What is read into ``block``: the bytes from ``start`` on of an object of ``num_bytes``."""
 
     key: str
     block: Block
     num_bytes: int
-    num_after: int = 0
-
-    @property
-    def start(self) -> int:
-        return self.num_bytes - self.num_after - self.block.nbytes
+    start: int = 0
 
 
 class ObjectStoreOptions(Protocol):

@@ -165,12 +165,12 @@ class StoredObject:
             return [f"{self.place}/b"]
         return [f"{self.place}/{layer}" for layer, size in enumerate(self.manifest.layer_num_bytes) if size]
 
-    def part(self, layer: int, block: Block, num_after: int) -> ObjectPart:
-        """What is read into ``block``: that of a layer which ends ``num_after`` bytes before the layer."""
+    def part(self, layer: int, block: Block, start: int) -> ObjectPart:
+        """What is read into ``block``: the bytes of a layer from its byte ``start`` on."""
         sizes = self.manifest.layer_num_bytes
         if self.joins_blocks:
-            return ObjectPart(f"{self.place}/b", block, sum(sizes), num_after + sum(sizes[layer + 1 :]))
-        return ObjectPart(f"{self.place}/{layer}", block, sizes[layer], num_after)
+            return ObjectPart(f"{self.place}/b", block, sum(sizes), sum(sizes[:layer]) + start)
+        return ObjectPart(f"{self.place}/{layer}", block, sizes[layer], start)
 
 
 def pointer_key(prefix: str, first_page_key: str, n: int) -> str:

@@ -43,6 +43,8 @@ _CLEAR_TIMEOUT_S = 5.0
 _BATCH_BYTES = 8 << 20
 """What one call asks for. Nothing of it lands, and no deadline is looked at, before all of it has come."""
 
+_Batch = list[tuple[TailRead, int]]  # Reads, and a layer of each.
+
 
 class ObjectTier(LowerTier):
     """Keeps segments as objects. If their store cannot be reached, the tier starts suspended.
@@ -135,8 +137,8 @@ class ObjectTier(LowerTier):
             store = self._connection.store()
             for read in reads:
                 read.attempt(partial(self._check_epoch, store, read.run.segment))
-            for layers in _batches(reads):
-                parts, took_s = self._read_layers(store, reads, layers)
+            for batch in _batches(reads):
+                parts, took_s = self._read_batch(store, batch)
                 asked += [part.block.nbytes for part in parts]
                 read_s += took_s
                 if self._clock() - started_s > self._options.read_timeout_s:
@@ -230,7 +232,7 @@ class ObjectTier(LowerTier):
                 blocks = [np.empty(size, dtype=np.uint8) for size in sizes]
                 landed: list[int] = []
                 read = TailRead(PageRun(segment, 0, 1), blocks, landed.append, lambda error: None)
-                self._read_layers(store, (read,), range(len(sizes)))
+                self._read_batch(store, [(read, layer) for layer in range(len(sizes))])
                 num_blocks += sum(sizes[layer] > 0 for layer in landed)
                 num_bytes += sum(sizes[layer] for layer in landed)
                 if isinstance(read.error, _WrongBytesError):
@@ -292,21 +294,14 @@ class ObjectTier(LowerTier):
             self._known.forget(segment)
             raise TierReadError("the segment was cleared")
 
-    def _read_layers(
-        self, store: ObjectClient, reads: Sequence[TailRead], layers: range
-    ) -> tuple[list[ObjectPart], float]:
-        """Read some layers in one call; returns what was asked for, and the seconds that it took."""
-        landing = [
-            (read, layer)
-            for layer in layers
-            for read in reads
-            if read.error is None and layer < len(read.blocks)
-        ]
-        parts = [_part(read, layer) for read, layer in landing if read.blocks[layer].nbytes]
+    def _read_batch(self, store: ObjectClient, batch: _Batch) -> tuple[list[ObjectPart], float]:
+        """Read blocks in one call; returns what was asked for, and the seconds that it took."""
+        due = [(read, layer) for read, layer in batch if read.error is None]
+        parts = [_part(read, layer) for read, layer in due if read.blocks[layer].nbytes]
         started_s = self._clock()
-        is_read = iter(store.get_into(parts) if parts else ())
+        is_read = iter(store.get_into(parts))
         took_s = self._clock() - started_s
-        for read, layer in landing:
+        for read, layer in due:
             is_there = not read.blocks[layer].nbytes or next(is_read)
             read.attempt(partial(self._land, read, layer, is_there))
         return parts, took_s
@@ -349,28 +344,27 @@ class ObjectTier(LowerTier):
             self._suspension.failed("cannot remove", error)
 
 
-def _batches(reads: Sequence[TailRead]) -> Iterator[range]:
-    """The layers to read in one call each, of all reads.
-
-    The first call is for the first layer that has bytes, so that a forward can begin; further ones are for as
-    many layers as have ``_BATCH_BYTES``, or for one that has more.
-    """
+def _batches(reads: Sequence[TailRead]) -> Iterator[_Batch]:
+    """What to read per call, layer by layer of all reads: ``_BATCH_BYTES``, or one block that has more.
+    The first layer that has bytes comes alone, so that a forward can begin."""
     num_layers = max((len(read.blocks) for read in reads), default=0)
-    sizes = [
-        sum(read.blocks[layer].nbytes for read in reads if layer < len(read.blocks))
-        for layer in range(num_layers)
-    ]
-    first = 0
-    for end in range(1, num_layers + 1):
-        is_full = sum(sizes[first : end + 1]) > _BATCH_BYTES or not any(sizes[:first])
-        if end == num_layers or (is_full and any(sizes[first:end])):
-            yield range(first, end)
-            first = end
+    due = [(read, layer) for layer in range(num_layers) for read in reads if layer < len(read.blocks)]
+    first_layer = next((layer for read, layer in due if read.blocks[layer].nbytes), 0)
+    batch: _Batch = []
+    num_bytes = 0
+    for read, layer in due:
+        size = read.blocks[layer].nbytes
+        if num_bytes and (num_bytes + size > _BATCH_BYTES or batch[0][1] <= first_layer < layer):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append((read, layer))
+        num_bytes += size
+    yield batch
 
 
 def _part(read: TailRead, layer: int) -> ObjectPart:
     segment: StoredObject = read.run.segment
-    return segment.part(layer, read.blocks[layer], read.num_after[layer])
+    return segment.part(layer, read.blocks[layer], read.end_of(layer) - read.blocks[layer].nbytes)
 
 
 class _WrongBytesError(TierReadError):
