@@ -476,7 +476,7 @@ def test_recomputed_heads_are_exact(
 
 
 def test_ranks_share_the_limit() -> None:
-    server = BudgetedServer(LIMIT, agreement=RankAgreement(None, 2))
+    server = BudgetedServer(LIMIT, tp_size=2)
     server.compute(FIRST_PAGES)
     said = server.store_turn()
     server.close()
