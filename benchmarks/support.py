@@ -59,7 +59,7 @@ SERVED = (
     Served("Llama (random weights, and the bundled model)", "tests/integration/test_bundled_model.py"),
     Served("Qwen3-MoE (random weights)", "tests/integration/test_restoring.py"),
     Served(
-        "latent KV (MLA): DeepSeek-V2, DeepSeek-V3; MiniCPM3, by whole loads (random weights)",
+        "latent KV (MLA): DeepSeek-V2, DeepSeek-V3, also in bases; MiniCPM3, by whole loads (random weights)",
         "tests/integration/test_latent_serving.py",
     ),
     Served("adapters (--lora-paths), by whole loads", "tests/integration/test_adapters.py"),

@@ -162,7 +162,6 @@ class Server:
             codec=self.codec,
             bases=self.bases,
             prober=no_prober,
-            agreement=RankAgreement(None, 1),
         )
 
     def plain(self) -> SelectorDecision:

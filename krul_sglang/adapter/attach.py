@@ -15,7 +15,7 @@ from krul_backend.codec.subspace.restore import can_fuse_groups
 from krul_backend.device import Device
 from krul_backend.memory import format_bytes
 from krul_backend.planner import OnlineCosts, RestoreCosts, TierCost, load_costs, save_costs
-from krul_backend.strategy import Precision
+from krul_backend.strategy import SUBSPACE, Precision
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.adapter.head_attention import NoHeadsError
@@ -48,18 +48,24 @@ and what was not recorded cannot be compressed."""
 logger = logging.getLogger(__name__)
 
 
-def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture:
-    """Build the capture for a model runner whose pools exist, and hook its model.
+def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture | None:
+    """Build the capture for a model runner whose pools exist, and hook its model; None if it has latent KV,
+    whose bases look at no attention.
 
     Raises:
         ConfigError: see ``CapturePlan.fit``.
-        UnsupportedSetupError: the model has latent KV, recurrent layers or a pool of windows, or takes images
-            or sounds.
+        UnsupportedSetupError: the model has latent KV that there are no bases for, recurrent layers or a pool
+            of windows, or takes images or sounds.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
+    from krul_sglang.learning.reader import LATENT_MODELS
+
     if isinstance(model_runner.token_to_kv_pool, MLATokenToKVPool):
+        kind = model_runner.model_config.hf_config.model_type
+        if config.strategy == SUBSPACE and kind in LATENT_MODELS:
+            return None
         raise LATENT_STRATEGY.error(f'strategy = "{config.strategy}"')
     if takes_media(model_runner.model_config):
         raise MEDIA_STRATEGY.error(f'strategy = "{config.strategy}"')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from krul_backend.errors import ConfigError
@@ -107,11 +107,19 @@ def reserve_share(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if not modules:
         # It is refused when its cache is made.
         return
-    first = modules[0]
-    shape = LayerShape(first.tp_k_head_num, first.qk_head_dim, first.v_head_dim, runner.kv_cache_dtype)
+    first, is_latent = modules[0], runner.use_mla_backend
+    # Attention takes a whole row of latent KV as the key.
+    k_head_dim = first.qk_head_dim - first.v_head_dim if is_latent else first.qk_head_dim
+    shape = LayerShape(first.tp_k_head_num, k_head_dim, first.v_head_dim, runner.kv_cache_dtype)
+    # A layer may have a module for each form of its attention.
+    num_layers = len({module.layer_id for module in modules})
     device = Device.of(next(runner.model.parameters()))
     context_tokens = runner.model_config.context_len
-    share = runtime.share = DeviceShare.of(runtime.config, shape, len(modules), context_tokens, device)
+    share = DeviceShare.of(runtime.config, shape, num_layers, context_tokens, device)
+    if is_latent:
+        # Nothing is recorded.
+        share = replace(share, query_rows=0, statistics=0)
+    runtime.share = share
     # The pool's configurator, which is asked next, has no other object of ours.
     runtime.attach_to(runner.model)
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(share).items() if size)

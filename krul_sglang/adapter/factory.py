@@ -183,6 +183,7 @@ def build_cache(ctx: Any) -> Any:
             pool,
             rotary,
             SharedBases(store, model.identity) if can_share else None,
+            rank=agreement.rank,
             ranks_per_host=ranks_per_host,
             relearn_within=config.error_budget if config.relearn else None,
         )

@@ -43,7 +43,8 @@ _AFTER_REFUSAL_S = 24 * 3600.0
 
 
 class BasesFile:
-    """The file of one rank's bases. One rank of each host has them learned for all, if one lacks its own.
+    """The file of one rank's bases. One rank of each host has them learned for all, if one lacks its own. Of
+    latent KV all ranks have the same file.
 
     ``served`` holds the bases, which are read here if the file is there and sound; if there is none, that of
     ``shared`` is taken. What is read is put there. Bases are learned again if turns are unlike what they were
@@ -66,6 +67,7 @@ class BasesFile:
         rotary: RotaryTable | None,
         shared: SharedBases | None = None,
         *,
+        rank: int = 0,
         ranks_per_host: int = 1,
         relearn_within: float | None = None,
     ) -> None:
@@ -87,17 +89,17 @@ class BasesFile:
         self._is_closed = threading.Event()
         # Until then the first bases may come.
         self._first_until_s = 0.0
-        self._ranks_per_host = ranks_per_host
+        self._rank, self._ranks_per_host = rank, ranks_per_host
         # That learns for all ranks of this host.
-        self._leader = model.tp_rank // ranks_per_host * ranks_per_host
+        self._leader = rank // ranks_per_host * ranks_per_host
         self._relearn_within = relearn_within
         self._relearn_at_s = 0.0
         self._make_room: Callable[[int], None]
         self._prepare: Callable[[SubspaceCodec, bool], None]
         self._older = OlderBases(self.path, shared, self._add_older)
-        learns_again = relearn_within is not None and model.tp_rank == self._leader
+        learns_again = relearn_within is not None and rank == self._leader
         recent = RecentText(model.page_size) if learns_again else None
-        self.served = ServedBases(TextDrift(model.name, model.tp_rank), recent, self._end)
+        self.served = ServedBases(TextDrift(model.name, rank), recent, self._end)
         state = "read at the start"
         if not self.path.exists() and self._copy_shared():
             state = "found in the store"
@@ -140,7 +142,7 @@ class BasesFile:
         is_there = self.served.subspace is not None or self._has_no_room
         of_ranks = agreement.gather(torch.tensor([is_there], dtype=torch.float64), (1,))
         assert of_ranks is not None
-        is_leader = self._model.tp_rank == self._leader
+        is_leader = self._rank == self._leader
         of_host = of_ranks[self._leader : self._leader + self._ranks_per_host]
         lacks = not all(bool(of_rank.item()) for of_rank in of_host)
         if lacks and (is_leader or not is_there):
@@ -219,7 +221,7 @@ class BasesFile:
         if self._is_closed.is_set():
             return
         self._relearn_at_s = time.monotonic() + (_RELEARN_EVERY_S if refusal is None else _AFTER_REFUSAL_S)
-        self.served.relearned(self._model.tp_rank, refusal)
+        self.served.relearned(self._rank, refusal)
 
     def _copy_shared(self) -> bool:
         """Write the store's bases to the file; False if there are none."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from krul_backend.codec.layout import LayerKV
+from krul_sglang.adapter.head_attention import HeadAttention, register_latent
 from krul_sglang.engine.budget import History, RunOnHistory
 from krul_sglang.engine.capture import QueryCapture, unrecorded
 
@@ -19,14 +20,18 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
 
     It neither reads nor writes slots. ``history(layer)`` has the ``num_history`` tokens before them.
     ``token_to_kv_pool`` is SGLang's pool, which models that write KV themselves get from their backend.
+    Latent KV comes from the history in two parts, see ``DevicePool``, and from the model as one key.
 
     An error does not end the forward, since other ranks wait in its collectives: the output is zero instead,
     and ``error`` is the first one.
     """
 
+    decode_attention_backend_str = HeadAttention.prefill_attention_backend_str
+
     def __init__(
         self, num_history: int, num_tokens: int, history: History, device: torch.device, token_to_kv_pool: Any
     ) -> None:
+        register_latent(self.decode_attention_backend_str)
         self.token_to_kv_pool = token_to_kv_pool
         self.error: Exception | None = None
         self._history = history
@@ -53,6 +58,8 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
             return q.new_zeros(len(queries), layer.tp_q_head_num * layer.v_head_dim)
 
     def _attend(self, q: torch.Tensor, history: LayerKV, own: LayerKV, scaling: float) -> torch.Tensor:
+        if history.k.shape[-1] != own.k.shape[-1]:
+            history = LayerKV(torch.cat([history.v, history.k], dim=-1), history.v)
         keys = torch.cat([history.k, own.k]).transpose(0, 1)
         values = torch.cat([history.v, own.v]).transpose(0, 1)
         # [H, W, D] over [Hkv, T, D] -> [H, W, Dv] -> [W, H * Dv]

@@ -298,5 +298,4 @@ def _error_budget(setup: RankSetup, bases: ServedBases, provenance: KvProvenance
         codec=setup.codec,
         bases=bases,
         prober=Prober(prepare, pool, setup.codec, store, setup.model, setup.probe_group),
-        agreement=setup.agreement,
     )

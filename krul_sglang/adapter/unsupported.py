@@ -232,8 +232,8 @@ UNSEEN_INDEX = Refusal(
     "krul can copy its pool, but was never tried on a server: the kernels need a GPU",
 )
 LATENT_STRATEGY = Refusal(
-    "latent KV (MLA) and a strategy that looks at attention",
-    'what its heads attend to is not stored layer by layer: leave strategy = "none"',
+    'latent KV (MLA) and a strategy that looks at attention, other than "subspace" with DeepSeek-V2 and V3',
+    'its attention is not recorded, and bases are learned of these models alone: leave strategy = "none"',
 )
 MEDIA_STRATEGY = Refusal(
     "a vision or audio model and a strategy that looks at attention",

@@ -137,7 +137,8 @@ def learn_to_files(
     if out is not None:
         yield from _learn(model, [out], texts, num_pieces, lambda path, bases: bases.save(path))
         return
-    paths = _paths_of_servers(checkpoint, cache_dir, tp_size)
+    # All ranks have the same latent KV, as a single one has it.
+    paths = _paths_of_servers(checkpoint, cache_dir, 1 if model[1].is_latent else tp_size)
     with _only_one(paths):
         yield from _learn(model, paths, texts, num_pieces)
 

@@ -20,12 +20,15 @@ from krul_backend.attention.rows import QueryRows, attention_drawn, sample_posit
 from krul_backend.codec.layout import LayerKV, LayerShape, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.learning import LearningText
+from krul_backend.errors import CodecError
 
 logger = logging.getLogger(__name__)
 
 POOL_DTYPE = torch.bfloat16
 """What a server's KV pool holds; the model itself may compute in another dtype."""
 
+LATENT_MODELS = ("deepseek_v2", "deepseek_v3")
+"""The models with latent KV (MLA) that are read, by their configuration's ``model_type``."""
 
 _NAME = "krul_capture"
 
@@ -67,7 +70,8 @@ def observed_attention(model: Any, on_layer: OnLayer) -> Iterator[None]:
 @dataclass(frozen=True, eq=False)
 class History:
     """The KV of a text, ``layers`` as a server's pool holds it, and ``attention [L, Hkv, T]``; see
-    ``GroupBasis.token_worth``. All of it on the host."""
+    ``GroupBasis.token_worth``. All of it on the host. For latent KV, of which servers record no attention,
+    that is 1 everywhere."""
 
     layers: Sequence[LayerKV]
     attention: torch.Tensor
@@ -87,7 +91,8 @@ class ReadText:
 
 
 class TextReader:
-    """Reads with a model of the Llama, Qwen2 or Qwen3 family, whose parameters need no gradients.
+    """Reads with a model of the Llama, Qwen2 or Qwen3 family, or one of ``LATENT_MODELS``, whose parameters
+    need no gradients.
 
     It goes through the model layer by layer, each time with all texts, so that one layer at a time needs to
     be there. ``load_layer``: gives a layer's module on the model's device, of a model that is here without
@@ -105,6 +110,7 @@ class TextReader:
         config = model.config
         self.num_layers: int = config.num_hidden_layers
         self.shape = kv_shape(config)
+        self.is_latent = is_latent(config)
         on_device = rotary_table(model, config.max_position_embeddings)
         self.rotary = RotaryTable(on_device.cos.cpu(), on_device.sin.cpu(), is_neox=on_device.is_neox)
         model.requires_grad_(False)
@@ -134,7 +140,7 @@ class TextReader:
                     layers[number].append(kv)
                     attention[number].append(drawn)
                     if after:
-                        inputs[number].append(self._passed(inputs[number][-1], kv).cpu())
+                        inputs[number].append(self._after(kv, inputs[number][-1]).cpu())
             logger.info("read layer %d of %d", layer + 1, self.num_layers)
         histories = [History(kv, torch.cat(drawn)) for kv, drawn in zip(layers, attention, strict=True)]
         return [
@@ -146,16 +152,19 @@ class TextReader:
         """What leaves the layer that is here when the hidden states of a text enter it; its KV, and the
         attention ``[1, Hkv, T]`` that its tokens draw there. All of it on the host."""
         taken: list[Any] = []
+        cache = DynamicCache()
         with observed_attention(self._model, lambda *of_layer: taken.append(of_layer)):
-            left = self._passed(hidden).cpu()
-        ((_, queries, keys, values, scaling),) = taken
+            left = self._passed(hidden, cache).cpu()
+        kv = pooled(_from_cache(self._model.config, cache.layers[0].keys, cache.layers[0].values))
+        kv = LayerKV(kv.k.cpu(), kv.v.cpu())
+        if self.is_latent:
+            return left, kv, torch.ones(1, 1, len(kv.k))
+        ((_, queries, keys, _, scaling),) = taken
         num_tokens, num_heads, _ = queries.shape
         positions = sample_positions(0, num_tokens, self._query_rows)
         kv_heads = torch.arange(num_heads) // (num_heads // keys.shape[1])
         rows = QueryRows(queries[positions.to(queries.device)][None], positions, kv_heads, scaling)
-        kv = pooled(LayerKV(keys, values))
-        drawn = attention_drawn(rows, lambda layer: keys, 0, num_tokens)
-        return left, LayerKV(kv.k.cpu(), kv.v.cpu()), drawn.cpu()
+        return left, kv, attention_drawn(rows, lambda layer: keys, 0, num_tokens).cpu()
 
     def to_learn(self, texts: Sequence[ReadText], seeds: Sequence[int]) -> Iterator[list[LearningText]]:
         """What bases are learned from, of each text one layer after the other, the last layer first. Each has
@@ -170,7 +179,7 @@ class TextReader:
                     kv, positions = text.history.layers[layer], torch.arange(len(text.history.layers[0].k))
                     leaves = LayerKV(self._leaf(kv.k.float()), self._leaf(kv.v.float()))
                     entering = self._leaf(text.inputs[layer])
-                    left, gradient = self._passed(entering, leaves), gradients[number]
+                    left, gradient = self._after(leaves, entering), gradients[number]
                     torch.autograd.backward(left, gradient.to(left.device))
                     gradients[number] = _gradient(entering).cpu()
                     k, v = _gradient(leaves.k).cpu(), _gradient(leaves.v).cpu()
@@ -193,7 +202,7 @@ class TextReader:
         for layer in range(self.num_layers):
             with self._only(layer):
                 hidden = [
-                    self._passed(entering, history(layer)).cpu()
+                    self._after(history(layer), entering).cpu()
                     for entering, history in zip(hidden, histories, strict=True)
                 ]
         found = []
@@ -224,12 +233,15 @@ class TextReader:
         entering: torch.Tensor = self._model.get_input_embeddings()(of_model)
         return entering.cpu()
 
-    def _passed(self, hidden: torch.Tensor, before: LayerKV | None = None) -> torch.Tensor:
+    def _after(self, before: LayerKV, hidden: torch.Tensor) -> torch.Tensor:
         """What leaves the layer that is here when ``hidden [T, any]`` enters it, after the KV ``before``."""
-        past = None if before is None else dynamic_cache(self._model, [before])
+        return self._passed(hidden, dynamic_cache(self._model, [before]))
+
+    def _passed(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
+        """The same after what the layer's ``cache`` has, to which the KV of ``hidden`` is added."""
         entering = hidden.to(self._model.device)[None]
         left: torch.Tensor = self._model.model(
-            inputs_embeds=entering, past_key_values=past, use_cache=past is not None
+            inputs_embeds=entering, past_key_values=cache, use_cache=True
         ).last_hidden_state[0]
         return left
 
@@ -264,8 +276,24 @@ class TextReader:
                 module.self_attn.layer_idx = layer
 
 
+def is_latent(config: Any) -> bool:
+    """Whether a Hugging Face configuration is of ``LATENT_MODELS``.
+
+    Raises CodecError for other models with latent KV.
+    """
+    kind = config.model_type
+    if kind not in LATENT_MODELS and hasattr(config, "kv_lora_rank"):
+        raise CodecError(f"of latent KV there are bases for {' and '.join(LATENT_MODELS)}, not for {kind}")
+    return kind in LATENT_MODELS
+
+
 def kv_shape(config: Any) -> LayerShape:
-    """The KV of a layer as a server's pool holds it, for a Hugging Face configuration."""
+    """The KV of a layer as a server's pool holds it, for a Hugging Face configuration: see ``DevicePool``.
+
+    Raises CodecError: see ``is_latent``.
+    """
+    if is_latent(config):
+        return LayerShape(1, config.qk_rope_head_dim, config.kv_lora_rank, POOL_DTYPE)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return LayerShape(config.num_key_value_heads, head_dim, head_dim, POOL_DTYPE)
 
@@ -276,15 +304,41 @@ def rotary_table(model: Any, max_positions: int) -> RotaryTable:
     positions = torch.arange(max_positions, device=embedding.inv_freq.device)
     angles = positions[:, None].float() * embedding.inv_freq[None, :].float()
     scale = float(embedding.attention_scaling)
-    return RotaryTable(angles.cos() * scale, angles.sin() * scale, is_neox=True)
+    is_neox = not is_latent(model.config) or not _pairs_neighbours(model.config)
+    return RotaryTable(angles.cos() * scale, angles.sin() * scale, is_neox=is_neox)
+
+
+def _pairs_neighbours(config: Any) -> bool:
+    """Whether the rotary embedding of one of ``LATENT_MODELS`` turns neighbouring channels together."""
+    return bool(getattr(config, "rope_interleave", True))
+
+
+def _from_cache(config: Any, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
+    """A layer's KV as a pool holds it, of what a Hugging Face cache has: ``[1, Hkv, T, any]``. Caches of
+    latent KV have its latent part for keys, its rotary one for values."""
+    first, second = (part[0].transpose(0, 1) for part in (keys, values))
+    if not is_latent(config):
+        return LayerKV(first, second)
+    if _has_halves(config):
+        second = torch.stack(second.chunk(2, dim=-1), dim=-1).flatten(-2)
+    return LayerKV(second, first)
+
+
+def _has_halves(config: Any) -> bool:
+    """Whether a cache has the first channels of all pairs, then the second ones, where a pool has pairs."""
+    return config.model_type == "deepseek_v3" and _pairs_neighbours(config)
 
 
 def dynamic_cache(model: Any, layers: Sequence[LayerKV]) -> Any:
     """Return a Hugging Face cache that holds ``layers``, in the type that the model computes in."""
     cache = DynamicCache()
     for layer, kv in enumerate(layers):
+        parts = (kv.k, kv.v)
+        if is_latent(model.config):
+            rotary = torch.cat([kv.k[..., ::2], kv.k[..., 1::2]], -1) if _has_halves(model.config) else kv.k
+            parts = (kv.v, rotary)
         # [T, Hkv, D] -> [1, Hkv, T, D]
-        keys, values = (x.transpose(0, 1)[None].to(model.dtype) for x in (kv.k, kv.v))
+        keys, values = (x.transpose(0, 1)[None].to(model.dtype) for x in parts)
         cache.update(keys, values, layer)
     return cache
 

@@ -40,7 +40,8 @@ class Wanted:
 
 
 def size_lines(wanted: Wanted) -> Iterator[str]:
-    """The arithmetic. Latent and fp8 KV have no lines about bases: krul stores them as they are."""
+    """The arithmetic. There are no lines about bases for latent KV, since no pretrained model of that kind
+    was measured, and for fp8, which is stored as it is."""
     model = wanted.model
     token_bytes = model.num_layers * model.layer_token_bytes
     yield (
@@ -54,7 +55,7 @@ def size_lines(wanted: Wanted) -> Iterator[str]:
         f"{tokens} tokens x {token_bytes} B = {format_bytes(sizes['exact'])}"
     )
     if model.latent_size or model.element_bytes < ELEMENT_BYTES:
-        yield "in bases: not possible for latent KV and for fp8"
+        yield "in bases: not measured for latent KV, not possible for fp8"
     else:
         plain = sizes["exact"] * ELEMENT_BYTES // model.element_bytes
         sizes["in bases"] = round(plain / wanted.ratio)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from demo.server import ServerError, ServerProcess
+from krul_sglang.learning.command import learn_to_files
+from krul_sglang.models.checkpoint import Checkpoint
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     NUM_TURNS,
@@ -22,11 +24,14 @@ from tests.support.scenario import (
     ask,
     assert_nothing_left_behind,
     assert_same,
+    bases_server_args,
     play,
     play_all,
+    push_out,
     random_prompt,
     settled_stats,
     small_krul_server_args,
+    wait_for_probes,
     wait_until_written,
 )
 from tests.support.server_plugin import SKIPPED_HEADS, WITH_PLUGIN, faulty_loads
@@ -183,6 +188,54 @@ def test_one_rank_finds_what_two_have_stored(models: dict[str, Path], tmp_path: 
         again = ask(server, prompt)
     assert again.host_tokens > 400
     assert_same([first], [again])
+
+
+ERROR_BUDGET = 0.01
+
+
+@pytest.fixture(scope="module")
+def stored_in_bases(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """Counters of servers of one rank and of two with the same bases; each of them has answered conversations
+    that left and came back."""
+    cache_dir = tmp_path_factory.mktemp("krul-cache")
+    list(learn_to_files(Checkpoint(str(models["dense"])), None, num_pieces=4, tp_size=2, cache_dir=cache_dir))
+    args = bases_server_args(POOL_TOKENS, cache_dir, error_budget=ERROR_BUDGET, probe_share=1)
+    found = []
+    for more, env in (((), STRICT), (("--tp", "2"), STRICT_ON_TWO_CORES)):
+        with ForkedServer(models["dense"], args=(*args, *more), env=env) as server:
+            prompts = [random_prompt(("in bases", number), 500) for number in range(4)]
+            computed = [ask(server, prompt) for prompt in prompts]
+            wait_for_probes(server, 0)
+            stats = settled_stats(server)
+            push_out(server, num_tokens=POOL_TOKENS, seed="in bases")
+            decoded = [ask(server, prompt) for prompt in prompts]
+            assert_nothing_left_behind(server)
+        found.append({**stats, "computed": computed, "decoded": decoded})
+    return found
+
+
+def test_conversations_come_back_from_bases(stored_in_bases: list[dict[str, Any]]) -> None:
+    for stats in stored_in_bases:
+        pairs = list(zip(stats["computed"], stats["decoded"], strict=True))
+        assert all(answer.host_tokens > 480 for _, answer in pairs)
+        # The first token depends on what came back alone.
+        off = [abs(one.logprobs[0] - other.logprobs[0]) for one, other in pairs]
+        assert 1e-3 < sum(off) / len(off) < 0.6
+        assert sum(one.output_ids[0] == other.output_ids[0] for one, other in pairs) >= 3
+
+
+def test_latents_take_many_times_fewer_bytes_in_bases(stored_in_bases: list[dict[str, Any]]) -> None:
+    """And as few for two ranks, whose rounding is another."""
+    for stats in stored_in_bases:
+        assert stats["compression"]["subspace_turns"] == stats["compression"]["turns"]
+        assert stats["stored_bytes"] < stats["stored_tokens"] * 4 * ELEMENTS / 8
+        budget = stats["compression"]["budget"]
+        assert ERROR_BUDGET / 3 < budget["last_kl"] < 3 * ERROR_BUDGET
+        assert budget["unrecorded_turns"] == 0
+    one, two = (stats["stored_bytes"] for stats in stored_in_bases)
+    assert two == pytest.approx(one, rel=0.02)
 
 
 def test_a_strategy_that_looks_at_attention_is_refused(models: dict[str, Path]) -> None:

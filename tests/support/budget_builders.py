@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from krul_sglang.engine.budget.error_budget import ErrorBudget
 from krul_sglang.engine.budget.probing import ProbeOutcome
 from krul_sglang.engine.budget.provenance import KvProvenance
 from krul_sglang.engine.budget.served_bases import ServedBases, TextDrift
-from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
 from krul_sglang.engine.restore.loading import LayerWiseLoader
@@ -72,12 +72,7 @@ class BudgetedServer:
     """A conversation that is computed, stored with an error budget, restored and continued."""
 
     def __init__(
-        self,
-        limit: float,
-        *,
-        agreement: RankAgreement | None = None,
-        probe_share: float = 1.0,
-        has_bases: bool = True,
+        self, limit: float, *, tp_size: int = 1, probe_share: float = 1.0, has_bases: bool = True
     ) -> None:
         self.pool: Any = TensorPool(SHAPE, NUM_LAYERS, NUM_SLOTS)
         self.store = make_store(1 << 22)
@@ -89,10 +84,9 @@ class BudgetedServer:
         self.codec = ModelCodecs(SHAPE, NUM_LAYERS, ROTARY, may_come=lambda digest: self.may_come(digest))
         if has_bases:
             self.learn()
-        self.model = ServedModel(MODEL)
+        self.model = ServedModel(replace(MODEL, tp_size=tp_size))
         self.prober = FakeProber()
         self.slots = torch.arange(0)
-        self._agreement = RankAgreement(None, 1) if agreement is None else agreement
         self._probe_share = probe_share
         self._next_slot = 0
         self._num_shared = NUM_SLOTS
@@ -117,7 +111,6 @@ class BudgetedServer:
             codec=self.codec,
             bases=self.bases,
             prober=prober,
-            agreement=self._agreement,
         )
 
     def decide_by(self, decision: Decision, max_layer_bytes: int = MAX_LAYER_BYTES, **more: Any) -> None:
@@ -144,7 +137,7 @@ class BudgetedServer:
     @property
     def headers(self) -> list[SegmentHeader]:
         """Of the conversation's stored segments, from the first on."""
-        return [segment.header for segment in self.store.path_segments(MODEL, self.keys)]
+        return [segment.header for segment in self.store.path_segments(self.model.identity, self.keys)]
 
     def noted_damage(self) -> list[float]:
         """What the segments say that they cost, each at its own end."""
@@ -182,9 +175,9 @@ class BudgetedServer:
     def store_turn(self, *, is_observed: bool = True, tenant: str = "") -> dict[str, Any]:
         """Store the conversation as a turn of which attention was recorded, or not; returns what the budget
         says of it."""
-        path = self.path
+        path, model = self.path, self.model.identity
         rows: Any = RecordedRows(len(self.slots)) if is_observed else None
-        self.offloader.submit(Turn(**vars(path), model=MODEL, ready=[], attention=rows, tenant=tenant))
+        self.offloader.submit(Turn(**vars(path), model=model, ready=[], attention=rows, tenant=tenant))
         self.offloader.wait()
         assert self.offloader.pop_completed()
         return self.budget.as_dict()
@@ -197,7 +190,7 @@ class BudgetedServer:
         """The whole conversation comes back into other slots, with heads that are computed as they were; if
         the load is given up, all of it is computed."""
         before = self.read_pool()
-        lease = self.store.lease(MODEL, self.keys, self.path.token_ids)
+        lease = self.store.lease(self.model.identity, self.keys, self.path.token_ids)
         assert lease is not None
         assert lease.num_pages == len(self.keys)
         self.slots = self._take_slots(len(self.slots))
@@ -222,7 +215,7 @@ class BudgetedServer:
     def _make_offloader(self, decision: Decision, max_layer_bytes: int, **more: Any) -> TurnOffloader:
         return TurnOffloader(
             self.store,
-            MODEL.page_size,
+            PAGE_SIZE,
             self.pool,
             self.codec,
             decision,

@@ -238,7 +238,7 @@ def test_every_dtype(dtype: torch.dtype, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("k_head_dim", "v_head_dim", "rotary_dim"),
-    [(64, 64, 64), (128, 128, 128), (256, 256, 256), (80, 96, 32), (33, 31, 20), (5, 3, 0)],
+    [(64, 64, 64), (128, 128, 128), (256, 256, 256), (80, 96, 32), (33, 31, 20), (5, 3, 0), (64, 512, 64)],
 )
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_every_head(k_head_dim: int, v_head_dim: int, rotary_dim: int, is_neox: bool) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from krul_backend.codec.pairs.selectors import make_selector
-from krul_backend.codec.subspace.codec import EncodedSegment
+from krul_backend.codec.subspace.codec import EncodedSegment, SubspaceCodec
 from krul_backend.strategy.strategy import Precision
 from krul_sglang.engine.budget.provenance import DamagedSpan, carried_damage, spent_damage
 from krul_sglang.engine.common.agreement import RankAgreement
@@ -23,11 +23,13 @@ from tests.support.budget_builders import (
     NUM_LAYERS,
     PAGE_BYTES,
     PAGE_SIZE,
+    ROTARY,
+    SHAPE,
     BudgetedServer,
     RecordedRows,
 )
 from tests.support.engine_builders import computing
-from tests.support.subspace_builders import make_layers
+from tests.support.subspace_builders import make_bases, make_layers
 
 LIMIT = 0.05
 STEPS = 0.06
@@ -410,6 +412,17 @@ def test_native_segments_come_back_exact(server: BudgetedServer) -> None:
     assert said["last_damage"] == pytest.approx(USED * LIMIT, rel=STEPS)
 
 
+def test_bases_that_count_all_tokens_alike_need_no_attention() -> None:
+    with closing(BudgetedServer(LIMIT, has_bases=False)) as server:
+        server.subspace = SubspaceCodec(make_bases(SHAPE, [2, 2], slope=0.0), ROTARY)
+        server.learn()
+        server.compute(FIRST_PAGES)
+        said = server.store_turn(is_observed=False)
+        assert said["unrecorded_turns"] == 0
+        assert said["last_damage"] == pytest.approx(USED * LIMIT, rel=STEPS)
+        assert not is_native(server)
+
+
 def test_what_nobody_measured_leaves_nothing_to_spend(server: BudgetedServer) -> None:
     """Segments that another strategy stored lossy, before the server was started with this one."""
     server.compute(FIRST_PAGES)
@@ -476,7 +489,7 @@ def test_recomputed_heads_are_exact(
 
 
 def test_ranks_share_the_limit() -> None:
-    server = BudgetedServer(LIMIT, agreement=RankAgreement(None, 2))
+    server = BudgetedServer(LIMIT, tp_size=2)
     server.compute(FIRST_PAGES)
     said = server.store_turn()
     server.close()

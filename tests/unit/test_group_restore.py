@@ -69,6 +69,7 @@ def test_slots_and_buffers_that_do_not_fit_are_refused(
         (LayerShape(8, 128, 128, torch.bfloat16), 128, True, 100),
         (LayerShape(8, 128, 128, torch.bfloat16), 128, True, 90),
         (LayerShape(3, 64, 64, torch.float16), 32, False, 80),
+        (LayerShape(1, 64, 512, torch.bfloat16), 64, False, 90),
     ],
 )
 def test_the_kernels_compile_to_whole_stores(

@@ -14,8 +14,10 @@ from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.codec.units import UnitPlan
 from krul_backend.strategy import Strategy
+from krul_sglang.adapter.attach import attach_turn_capture
 from krul_sglang.adapter.kv_pool import open_model_pool, open_pool
 from krul_sglang.adapter.unsupported import UnsupportedSetupError
+from krul_sglang.config import KrulConfig
 
 RANK, ROTARY, NUM_SLOTS = 16, 8, 32
 
@@ -114,6 +116,26 @@ def test_pages_of_an_index_come_back_with_the_rows_of_their_tokens(dtype: torch.
         assert torch.equal(index[after], index[before])
         assert torch.equal(rows[slots], rows[stored_slots])
         assert torch.equal(index[others], untouched[layer])
+
+
+def runner_of(pool: Any, model_type: str) -> Any:
+    model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type))
+    return SimpleNamespace(token_to_kv_pool=pool, model_config=model_config)
+
+
+def test_nothing_is_recorded_of_latents_that_have_bases() -> None:
+    runner = runner_of(latent_pool(torch.bfloat16), "deepseek_v3")
+    assert attach_turn_capture(runner, KrulConfig(strategy="subspace")) is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model_type"),
+    [("krul", "deepseek_v3"), ("subspace", "minicpm3"), ("subspace", "deepseek_v32")],
+)
+def test_latents_without_bases_are_refused(strategy: str, model_type: str) -> None:
+    runner = runner_of(latent_pool(torch.bfloat16), model_type)
+    with pytest.raises(UnsupportedSetupError, match=f'latent KV.*strategy = "{strategy}"'):
+        attach_turn_capture(runner, KrulConfig(strategy=strategy))
 
 
 def test_an_index_that_some_layers_lack_is_refused() -> None:

@@ -309,7 +309,7 @@ def test_a_rank_that_does_not_lead_waits_for_its_file(
     rank = Rank(model, cache_dir, tp_rank=1, tp_size=2)
     rank.have_learned(make_bases(SHAPE, [2, 1], seed=1))
     truncate(rank.path)
-    file = rank.start(ranks_per_host=2)
+    file = rank.start(rank=1, ranks_per_host=2)
     agreement: Any = SimpleNamespace(gather=lambda mine, shape: [torch.ones(1), mine])
     Rank.files.append(file)
     file.learn(agreement, rank.make_room, rank.prepare)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -264,16 +264,19 @@ def test_a_rank_that_cannot_probe_says_so(
     assert others.mine == [NOT_READY]
 
 
+@pytest.mark.parametrize("tp_size", [2, 1], ids=["heads each", "the same latent KV"])
 def test_all_ranks_have_one_outcome(
-    server: BudgetedServer, forward: FakeForward, monkeypatch: pytest.MonkeyPatch
+    tp_size: int, forward: FakeForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store_two_turns(server)
-    own = measure(server)
-    outcome = measure(server, group=OtherRanks(monkeypatch, [0.0, 0.0, 3.0], [0.0, 0.25, 1.0]))
-    assert own is not None
-    assert outcome is not None
-    assert outcome.noted == pytest.approx(damage_of_history(server) + 3.0)
-    assert outcome.kl == pytest.approx((own.kl + 0.25) / 2)
+    with closing(BudgetedServer(LIMIT, tp_size=tp_size)) as server:
+        store_two_turns(server)
+        outcome = measure(server, group=OtherRanks(monkeypatch, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]))
+        assert outcome is not None
+        own, num_sharing = outcome.kl, 2 / tp_size
+        outcome = measure(server, group=OtherRanks(monkeypatch, [0.0, 0.0, 3.0], [0.0, 0.25, 1.0]))
+        assert outcome is not None
+        assert outcome.noted == pytest.approx((damage_of_history(server) + 3.0) / num_sharing)
+        assert outcome.kl == pytest.approx((own + 0.25) / 2)
 
 
 @pytest.mark.parametrize("added", [([1.0, 0.0, 0.0],), (READY, FAILED)], ids=["not ready", "in the forward"])

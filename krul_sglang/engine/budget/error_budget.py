@@ -30,7 +30,6 @@ from krul_sglang.engine.budget.subspace_encoding import (
     SubspaceEncoding,
     first_group_token_bytes,
 )
-from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.save import Decision, LayerEncoding, StoredPath, Turn, TurnEncoding
@@ -81,11 +80,12 @@ class ErrorBudget(Decision):
     share of the limit. Tokens that came back lossy count with what they have lost, also when their segment
     has left the store and they are stored again.
 
-    A turn is stored natively for good if nothing was recorded of its attention, if there are no bases yet, or
-    if the weights are no longer those that the bases were learned from. Others are stored natively at first.
-    When a run of one is encoded, later, it may lose what is left by then, and new tokens at the
-    conversation's end always their share of the budget by length. If what the bases cannot represent costs
-    nearly all of that, or all costs more, its layers are stored one by one in few bits, or else natively.
+    A turn is stored natively for good if nothing was recorded of its attention and the bases look at it, if
+    there are no bases yet, or if the weights are no longer those that the bases were learned from. Others are
+    stored natively at first. When a run of one is encoded, later, it may lose what is left by then, and new
+    tokens at the conversation's end always their share of the budget by length. If what the bases cannot
+    represent costs nearly all of that, or all costs more, its layers are stored one by one in few bits, or
+    else natively.
 
     On idle servers a stored conversation is decoded and compared with the truth, after a share of the turns,
     ``probe_share``. That moves the correction of expected damage. What is noted of a segment, in its
@@ -108,7 +108,6 @@ class ErrorBudget(Decision):
         codec: ModelCodecs,
         bases: ServedBases,
         prober: Prober,
-        agreement: RankAgreement,
     ) -> None:
         self.num_probes = 0
         self.last_kl: float | None = None
@@ -119,7 +118,7 @@ class ErrorBudget(Decision):
         self._last_factor = 1.0
         # By the last page of a segment, the oldest first.
         self._remembered: dict[str, DamagedSpan] = {}
-        self._limit = limit / agreement.num_ranks
+        self._limit = limit / model.identity.tp_size
         self._probe_share = probe_share
         self._probes_due = 1.0
         self._store = store
@@ -154,7 +153,7 @@ class ErrorBudget(Decision):
         lossy = self._lossy(turn)
         carried = tuple(math.inf if lossy is None else carried_damage(lossy, run) for run in runs)
         bases = self._newest()
-        attention = None if bases is None or lossy is None else self._attention(turn, runs)
+        attention = None if bases is None or lossy is None else self._attention(bases, turn, runs)
         if bases is None or lossy is None or attention is None:
             for run, of_run in zip(runs, carried, strict=True):
                 self._remember(turn, run, of_run)
@@ -291,8 +290,14 @@ class ErrorBudget(Decision):
             )
         return spans
 
-    def _attention(self, turn: Turn, runs: Sequence[range]) -> tuple[torch.Tensor, ...] | None:
-        """The attention that each token of the runs draws; None if nothing was recorded of it."""
+    def _attention(
+        self, bases: _BasesInUse, turn: Turn, runs: Sequence[range]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The attention that each token of the runs draws, all alike if the bases do not look at it; None if
+        they do and nothing was recorded of it."""
+        if not bases.subspace.bases.looks_at_attention:
+            size = self._pool.num_layers, self._pool.shape.num_kv_heads
+            return tuple(torch.ones(*size, len(run)) for run in runs)
         rows = _rows_of(turn)
         if rows is None:
             if not self._num_unrecorded:

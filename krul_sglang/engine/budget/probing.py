@@ -120,6 +120,8 @@ class Prober:
             except Exception as caught:
                 error = caught
             kl, num_ranks = self._sums_of_ranks(error, kl, 1.0)
+            # Each rank has noted what its own heads lose, or, of latent KV, all the same.
+            noted *= self._model.identity.tp_size / num_ranks
             return ProbeOutcome(max(kl / num_ranks, _LEAST_DIVERGENCE), noted)
 
     def _prepared(self, path: StoredPath, num_history: int, held: ExitStack) -> _Probe | None:

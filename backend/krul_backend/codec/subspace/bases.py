@@ -161,6 +161,12 @@ class ModelBases:
         return self.groups[-1].end_layer
 
     @cached_property
+    def looks_at_attention(self) -> bool:
+        """Whether the worth of a token follows from the attention that it draws. Bases of latent KV, which
+        are learned without attention, count all tokens alike."""
+        return any(bool(group.attention_slopes.any()) for group in self.groups)
+
+    @cached_property
     def _attention_lines(self) -> tuple[torch.Tensor, ...]:
         names = ("attention_means", "attention_slopes", "attention_levels")
         return tuple(torch.cat([getattr(group, name) for group in self.groups]) for name in names)
