@@ -17,20 +17,20 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 48_700),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_650),
+    "product": (PRODUCT, 49_400),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_740),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_195,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        16_660,
+        17_040,
     ),
     "demo": (("demo",), 1_840),
     "benchmarks": (("benchmarks",), 10_560),
-    "tests": (("tests",), 64_500),
-    "tests/support": (("tests/support",), 6_180),
+    "tests": (("tests",), 65_850),
+    "tests/support": (("tests/support",), 6_290),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 
