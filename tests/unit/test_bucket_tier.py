@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,26 @@ def test_parts_of_several_objects_are_read_at_once(client: BucketClient) -> None
 def test_an_object_that_is_too_short_is_not_there(client: BucketClient) -> None:
     client.put("short", bytes(50))
     assert client.get_into([ObjectPart("short", np.zeros(60, dtype=np.uint8), 100, 40)]) == [False]
+
+
+def test_nothing_is_written_after_a_read_has_failed(
+    client: BucketClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks may be somebody else's by then."""
+    get_ranges = client._get_ranges
+
+    def get_ranges_slowly(parts: Sequence[ObjectPart]) -> list[bool]:
+        if parts[0].key == "bad":
+            raise ObjectStoreError("bad")
+        time.sleep(0.3)
+        return get_ranges(parts)
+
+    monkeypatch.setattr(client, "_get_ranges", get_ranges_slowly)
+    client.put("slow", bytes([1] * 10))
+    block = np.zeros(10, dtype=np.uint8)
+    with pytest.raises(ObjectStoreError, match="bad"):
+        client.get_into([ObjectPart("bad", np.zeros(10, dtype=np.uint8), 10), ObjectPart("slow", block, 10)])
+    assert block.all()
 
 
 def test_what_one_host_stores_another_finds_also_later(host: Host) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -109,9 +109,11 @@ class BucketClient(ObjectClient):
         of_keys: dict[str, list[ObjectPart]] = {}
         for part in parts:
             of_keys.setdefault(part.key, []).append(part)
-        read = dict(zip(of_keys, self._threads.map(self._get_ranges, of_keys.values()), strict=True))
-        taken = {key: iter(are_read) for key, are_read in read.items()}
-        return [next(taken[part.key]) for part in parts]
+        reads = {key: self._threads.submit(self._get_ranges, of_key) for key, of_key in of_keys.items()}
+        # All of them, also if one fails: the blocks are given to others then.
+        wait(reads.values())
+        are_read = {key: iter(read.result()) for key, read in reads.items()}
+        return [next(are_read[part.key]) for part in parts]
 
     def have_all(self, keys: Sequence[str]) -> bool:
         return all(self._threads.map(self._has, keys))
