@@ -27,8 +27,7 @@ from krul_backend.errors import DaemonError
 from krul_backend.tiers.dram.arena import Arena
 from krul_backend.tiers.objects.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
 from krul_backend.tiers.objects.object_client import ObjectPart, StoreFullError
-from krul_backend.tiers.objects.stored_object import EPOCH_AGE_S
-from krul_backend.tiers.objects.stored_object import ROOT as EPOCH_ROOT
+from krul_backend.tiers.objects.stored_object import EPOCH_AGE_S, EPOCHS
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.crash.conversations import model_of
 from tests.crash.conversing import check, converse
@@ -316,10 +315,10 @@ def test_the_epoch_outlives_the_host_that_stored_first(master: Master, tmp_path:
         assert one.call("put", "c", 3, 7)
         client = MooncakeClient(options, None)
         try:
-            epoch = client.get(f"{EPOCH_ROOT}/epoch", 16)
+            epoch = client.get(f"{EPOCHS}/all", 16)
             assert epoch is not None
             one.close()
-            assert client.get(f"{EPOCH_ROOT}/epoch", 16) == epoch
+            assert client.get(f"{EPOCHS}/all", 16) == epoch
         finally:
             client.close()
 

@@ -204,6 +204,18 @@ def test_what_the_bucket_has_dropped_is_a_miss(host: Host, url: str, client: Buc
     assert len(match(host(), "a", 4)) == 1
 
 
+def test_a_rule_that_drops_old_objects_spares_what_newer_ones_need(
+    host: Host, url: str, client: BucketClient
+) -> None:
+    tier = host()
+    put(tier, make_manifest("old", 0, 4, SIZES))
+    old = [name for name in object_names(url) if name.startswith("krul/")]
+    put(tier, make_manifest("new", 0, 4, SIZES))
+    client.remove(old)
+    assert match(host(), "old", 4) == ()
+    assert len(match(host(), "new", 4)) == 1
+
+
 def test_a_clear_empties_the_bucket(host: Host, url: str) -> None:
     tier = host()
     put(tier, make_manifest("a", 0, 4, SIZES))

@@ -22,6 +22,8 @@ from krul_backend.tiers.common.record import decode_header, encode_metadata, enc
 from krul_backend.tiers.objects.object_client import ObjectClient, ObjectPart
 
 ROOT = f"krul/{FORMAT_VERSION}"
+EPOCHS = f"krul-epochs/{FORMAT_VERSION}"
+"""Apart from what they stand for, so that a rule by which old objects leave a bucket can spare them."""
 EPOCH_AGE_S = 1.0
 """For how long a daemon uses an epoch that it has read."""
 
@@ -112,7 +114,7 @@ class Epochs:
 
 def _names(fingerprint: str) -> tuple[str, str]:
     """The objects that hold the epoch of all models, and of one."""
-    return f"{ROOT}/epoch", f"{ROOT}/{fingerprint}/epoch"
+    return f"{EPOCHS}/all", f"{EPOCHS}/{fingerprint}"
 
 
 def _read(store: ObjectClient, name: str, *, may_create: bool) -> str | None:
