@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import stat
@@ -20,7 +19,7 @@ import pytest
 import zmq
 import zmq.auth
 
-from krul_backend.daemon.protocol.frames import decode_reply, encode
+from krul_backend.daemon.protocol.frames import encode
 from krul_backend.daemon.protocol.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -41,7 +40,6 @@ from krul_backend.daemon.protocol.messages import (
     PingRequest,
     PrefetchRequest,
     ReleaseRequest,
-    Reply,
     ReportDamageRequest,
     ReserveRequest,
     ShutdownRequest,
@@ -426,7 +424,6 @@ def test_a_second_one_refuses_the_directory_with_one_line(daemon: DaemonProcess)
     ("arguments", "said"),
     [
         (("--eviction", "random"), "eviction: got 'random'"),
-        (("--admin-endpoint", "tcp://127.0.0.1:0"), "CURVE keys"),
         (("--mooncake", "master"), "<name>=<value>"),
         (("--ssd-capacity", "1GiB"), "ssd_capacity_bytes"),
         (("--ssd-capacity", "many"), "not a size"),
@@ -447,53 +444,6 @@ def test_it_does_without_torch(tmp_path: Path) -> None:
     """)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []
-
-
-def test_over_tcp_only_known_keys_are_answered(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    (keys / "clients").mkdir(parents=True)
-    zmq.auth.create_certificates(keys, "server")
-    (keys / "server.key_secret").chmod(0o600)
-    zmq.auth.create_certificates(tmp_path, "friend")
-    zmq.auth.create_certificates(tmp_path, "stranger")
-    os.rename(tmp_path / "friend.key", keys / "clients" / "friend.key")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    server_key, _ = zmq.auth.load_certificate(keys / "server.key")
-    arguments = ("--admin-endpoint", endpoint, "--curve-dir", str(keys))
-    with DaemonProcess(tmp_path / "run", *arguments) as daemon:
-
-        def ask(name: str | None, request: bytes, wait_s: float) -> bytes | None:
-            dealer = zmq.Context.instance().socket(zmq.DEALER)
-            dealer.setsockopt(zmq.LINGER, 0)
-            if name is not None:
-                public, secret = zmq.auth.load_certificate(tmp_path / f"{name}.key_secret")
-                assert secret is not None
-                dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
-                dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
-                dealer.setsockopt(zmq.CURVE_SERVERKEY, server_key)
-            dealer.connect(endpoint)
-            dealer.send(request)
-            answer = dealer.recv() if dealer.poll(1000 * wait_s) else None
-            dealer.close()
-            return answer
-
-        asked = PingRequest(token="", id=1)
-        ping = encode(asked)
-        answer = ask("friend", ping, TIMEOUT_S)
-        assert answer is not None
-        assert decode_reply(answer, asked) == Reply(id=1, result=None)
-        assert ask("stranger", ping, 1.0) is None
-        assert ask(None, ping, 1.0) is None
-        # Even a friend who knows a session's token gets none of its operations.
-        with RawClient(daemon.runtime_dir) as local:
-            flush = FlushRequest(token=local.greeting.token, id=2, timeout_s=1.0)
-            answer = ask("friend", encode(flush), TIMEOUT_S)
-            assert answer is not None
-            refused = decode_reply(answer, flush)
-            assert isinstance(refused, ErrorReply)
-            assert refused.code == "protocol"
 
 
 def test_what_a_library_prints_is_no_message(tmp_path: Path) -> None:

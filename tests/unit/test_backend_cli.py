@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import typer
-import zmq.auth
 from typer.testing import CliRunner, Result
 
 from krul_backend.daemon.cli import commands as cli
 from krul_backend.daemon.cli.reports import bits_per_value, format_seconds
-from krul_backend.daemon.client.admin import find_runtime_dirs, load_client_keys, resolve_endpoint
+from krul_backend.daemon.client.admin import find_runtime_dirs, resolve_endpoint
 from krul_backend.daemon.protocol.messages import DaemonStats
-from krul_backend.errors import ConfigError, DaemonError
+from krul_backend.errors import DaemonError
 from krul_backend.memory import format_bytes
 from krul_backend.strategy.strategy import Precision, Strategy
 from krul_backend.tiers.common.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats
@@ -60,16 +59,16 @@ class FakeDaemon:
     """Answers as an ``AdminClient`` does; remembers how it was reached."""
 
     def __init__(self) -> None:
-        self.endpoints: list[Any] = []
+        self.endpoints: list[str] = []
         self.store = make_store_stats()
         self.damage = DamageReport(num_blocks=12, num_bytes=3 << 20, bad_segments=())
         self.is_durable = True
         self.error: DaemonError | None = None
 
-    def __call__(self, endpoint: str, *, curve: object, timeout_s: float) -> FakeDaemon:
+    def __call__(self, endpoint: str, *, timeout_s: float) -> FakeDaemon:
         if self.error is not None:
             raise self.error
-        self.endpoints.append((endpoint, curve))
+        self.endpoints.append(endpoint)
         return self
 
     def __enter__(self) -> FakeDaemon:
@@ -154,7 +153,7 @@ def test_stats_has_a_column_for_each_tier(daemon: FakeDaemon) -> None:
     assert "hit rate 80.0%: 100 of 125 pages" in text
     assert f"leases {daemon.store.num_leases}, reservations {daemon.store.num_reservations}" in text
     assert "sessions 3, process 4242, up 12.5s, 77 requests (2 failed), bad messages: 4 frames" in text
-    assert daemon.endpoints == [("/run/krul", None)]
+    assert daemon.endpoints == ["/run/krul"]
     daemon.store = make_store_stats(tiers=(make_tier_stats(is_opening=True),))
     assert lines_of("stats")[0] == ["tier", "dram", "ssd", "(opening)"]
 
@@ -302,7 +301,7 @@ def test_no_daemon_and_several_are_errors_that_say_so(
         with pytest.raises(DaemonError, match=f"2 krul daemons.*{listening}, .*krul-second"):
             resolve_endpoint(None, [tmp_path])
         assert second.fileno() >= 0
-    assert resolve_endpoint("tcp://host:1", [tmp_path]) == "tcp://host:1"
+    assert resolve_endpoint("ipc:///d/control.sock", [tmp_path]) == "ipc:///d/control.sock"
 
 
 def test_the_daemon_is_looked_for_where_the_user_keeps_sockets(
@@ -313,30 +312,7 @@ def test_the_daemon_is_looked_for_where_the_user_keeps_sockets(
     assert listening in found
     monkeypatch.setattr("krul_backend.daemon.client.admin.default_parents", lambda: (listening.parent,))
     assert run("stats").exit_code == 0
-    assert daemon.endpoints == [(str(listening), None)]
-
-
-def test_keys_come_from_a_directory(daemon: FakeDaemon, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"client\.key_secret.* cannot be read"):
-        load_client_keys(tmp_path)
-    zmq.auth.create_certificates(tmp_path, "client")
-    server_public, _ = zmq.auth.create_certificates(tmp_path, "server")
-    secret = tmp_path / "client.key_secret"
-    kept = secret.read_bytes()
-    secret.write_bytes((tmp_path / "client.key").read_bytes())
-    with pytest.raises(ConfigError, match="no secret key"):
-        load_client_keys(tmp_path)
-    secret.write_bytes(kept)
-    secret.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 0600"):
-        load_client_keys(tmp_path)
-    secret.chmod(0o600)
-    keys = load_client_keys(tmp_path)
-    assert keys.server == zmq.auth.load_certificate(server_public)[0]
-    assert keys.secret != keys.public
-    result = run("stats", "--endpoint", "tcp://127.0.0.1:9", "--curve-dir", tmp_path)
-    assert result.exit_code == 0
-    assert daemon.endpoints == [("tcp://127.0.0.1:9", keys)]
+    assert daemon.endpoints == [str(listening)]
 
 
 @pytest.mark.parametrize(

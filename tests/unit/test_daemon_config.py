@@ -14,7 +14,7 @@ SMALLEST = 1 << 20
 
 def test_memory_and_a_directory_are_enough() -> None:
     config = DaemonConfig(arena_bytes=SMALLEST, runtime_dir=Path("run"))
-    assert (config.ssd_dir, config.mooncake, config.admin_endpoint) == (None, None, None)
+    assert (config.ssd_dir, config.mooncake, config.bucket) == (None, None, None)
     assert (config.eviction, config.tenant_quota, config.exit_when_unused) == ("value", 1.0, False)
     with pytest.raises(FrozenInstanceError):
         config.eviction = "lru"  # type: ignore[misc]
@@ -35,9 +35,6 @@ def test_memory_and_a_directory_are_enough() -> None:
         ("tenant_quota", {"tenant_quota": 1.5}, "(0, 1]"),
         ("metrics_port", {"metrics_port": 65536}, "a port"),
         ("metrics_port", {"metrics_port": -1}, "a port"),
-        ("admin_endpoint", {"admin_endpoint": "ipc://x", "curve_dir": Path("k")}, "tcp://"),
-        ("admin_endpoint", {"admin_endpoint": "tcp://127.0.0.1:1"}, "CURVE keys"),
-        ("curve_dir", {"curve_dir": Path("k")}, "together with admin_endpoint"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(key: str, given: dict[str, Any], accepted: str) -> None:

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 49_400),
+    "product": (PRODUCT, 49_220),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_740),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
@@ -25,11 +25,11 @@ LIMITS = {
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        17_040,
+        16_870,
     ),
     "demo": (("demo",), 1_840),
     "benchmarks": (("benchmarks",), 10_560),
-    "tests": (("tests",), 65_870),
+    "tests": (("tests",), 65_730),
     "tests/support": (("tests/support",), 6_290),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

@@ -97,12 +97,6 @@ def serve_command(
             help="As an engine starts it: nobody's child, ends when unused, removes a directory made for it.",
         ),
     ] = False,
-    admin_endpoint: Annotated[
-        str | None, typer.Option(metavar="tcp://HOST:PORT", help="Answer the command line there, too.")
-    ] = None,
-    curve_dir: Annotated[
-        Path | None, typer.Option(help="Its keys: server.key_secret, and clients/*.key of who may ask.")
-    ] = None,
     metrics_port: Annotated[
         int, typer.Option(help="Serve metrics for Prometheus on this port of 127.0.0.1; 0: do not.")
     ] = DaemonConfig.metrics_port,
@@ -139,8 +133,6 @@ def serve_command(
             eviction=eviction,
             tenant_quota=tenant_quota,
             exit_when_unused=exit_when_unused or embedded,
-            admin_endpoint=admin_endpoint,
-            curve_dir=curve_dir,
             metrics_port=metrics_port,
             hints_port=hints_port,
         )

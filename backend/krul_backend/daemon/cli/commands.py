@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import orjson
@@ -14,7 +13,7 @@ from msgspec import to_builtins
 from rich.console import Console, RenderableType
 
 from krul_backend.daemon.cli.reports import details_report, segments_report, stats_report
-from krul_backend.daemon.client import AdminClient, load_client_keys, resolve_endpoint
+from krul_backend.daemon.client import AdminClient, resolve_endpoint
 from krul_backend.errors import KrulError
 from krul_backend.tiers.common.interface import SegmentInfo
 
@@ -47,12 +46,9 @@ _SORT_BY: dict[SortKey, Callable[[SegmentInfo], Any]] = {
 Endpoint = Annotated[
     str | None,
     typer.Option(
-        help="Runtime directory of the daemon, ipc://DIR/control.sock, or tcp://HOST:PORT.",
+        help="Runtime directory of the daemon, or ipc://DIR/control.sock.",
         show_default="the only daemon of this user",
     ),
-]
-CurveDir = Annotated[
-    Path | None, typer.Option(help="Directory with client.key_secret and server.key; needed for tcp://.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Most seconds for the answer.")]
@@ -67,11 +63,9 @@ def add_commands(app: typer.Typer) -> None:
     app.command()(flush)
 
 
-def stats(
-    endpoint: Endpoint = None, curve_dir: CurveDir = None, as_json: AsJson = False, timeout_s: Timeout = 5.0
-) -> None:
+def stats(endpoint: Endpoint = None, as_json: AsJson = False, timeout_s: Timeout = 5.0) -> None:
     """Show what each tier holds and has done, and how many leases and reservations hold it."""
-    with _daemon(endpoint, curve_dir, timeout_s) as client:
+    with _daemon(endpoint, timeout_s) as client:
         store, daemon = client.stats()
     _print(
         as_json,
@@ -82,7 +76,6 @@ def stats(
 
 def list_segments(
     endpoint: Endpoint = None,
-    curve_dir: CurveDir = None,
     model: Annotated[
         str | None, typer.Option(help="Only of this model: its name, or the beginning of its fingerprint.")
     ] = None,
@@ -104,7 +97,7 @@ def list_segments(
         has_model = model is None or info.model == model or info.fingerprint.startswith(model)
         return has_model and (tenant is None or info.tenant == tenant)
 
-    with _daemon(endpoint, curve_dir, timeout_s) as client:
+    with _daemon(endpoint, timeout_s) as client:
         meant = sorted(filter(is_meant, client.list_segments()), key=_SORT_BY[sort])
     shown = meant[:limit]
     _print(
@@ -117,29 +110,23 @@ def list_segments(
 def inspect(
     segment: Annotated[int, typer.Argument(help="Id of a segment, as list shows it.", min=0)],
     endpoint: Endpoint = None,
-    curve_dir: CurveDir = None,
     as_json: AsJson = False,
     timeout_s: Timeout = 30.0,
 ) -> None:
     """Show one segment in DRAM: its place in the conversation, and layer by layer how it is stored."""
-    with _daemon(endpoint, curve_dir, timeout_s) as client:
+    with _daemon(endpoint, timeout_s) as client:
         details = client.inspect(segment)
     if details is None:
         _fail(f"segment {segment} is not in DRAM (any more): krul-backend list shows what is where", 1)
     _print(as_json, to_builtins(details), lambda: details_report(details))
 
 
-def verify(
-    endpoint: Endpoint = None,
-    curve_dir: CurveDir = None,
-    as_json: AsJson = False,
-    timeout_s: Timeout = 3600.0,
-) -> None:
+def verify(endpoint: Endpoint = None, as_json: AsJson = False, timeout_s: Timeout = 3600.0) -> None:
     """Read every block of the local tiers and compare its checksum; bad segments are taken out.
 
     Exit status: 0 all are right, 1 some were bad, 2 could not be done.
     """
-    with _daemon(endpoint, curve_dir, timeout_s) as client:
+    with _daemon(endpoint, timeout_s) as client:
         report = client.verify(timeout_s)
     num_bad = len(report.bad_segments)
     text = f"{report.num_blocks} blocks, {report.num_bytes / 2**20:.1f} MiB: "
@@ -149,14 +136,12 @@ def verify(
     raise typer.Exit(EXIT_FOUND_BAD if num_bad else 0)
 
 
-def flush(
-    endpoint: Endpoint = None, curve_dir: CurveDir = None, as_json: AsJson = False, timeout_s: Timeout = 60.0
-) -> None:
+def flush(endpoint: Endpoint = None, as_json: AsJson = False, timeout_s: Timeout = 60.0) -> None:
     """Wait until everything that was stored before is durable.
 
     Exit status: 0 it is, 1 it took longer than --timeout, 2 could not be done.
     """
-    with _daemon(endpoint, curve_dir, timeout_s) as client:
+    with _daemon(endpoint, timeout_s) as client:
         is_durable = client.flush(timeout_s)
     text = "durable" if is_durable else f"not durable after {timeout_s:g} s"
     _print(as_json, {"is_durable": is_durable}, lambda: text)
@@ -164,14 +149,12 @@ def flush(
 
 
 @contextmanager
-def _daemon(endpoint: str | None, curve_dir: Path | None, timeout_s: float) -> Iterator[AdminClient]:
+def _daemon(endpoint: str | None, timeout_s: float) -> Iterator[AdminClient]:
     """A client of the daemon that is meant. Any error ends the command with one line and an exit status."""
     try:
         if not timeout_s > 0:
             _fail(f"--timeout {timeout_s:g} is not possible; expected a number greater than 0")
-        address = resolve_endpoint(endpoint)
-        curve = None if curve_dir is None else load_client_keys(curve_dir)
-        with AdminClient(address, curve=curve, timeout_s=timeout_s) as client:
+        with AdminClient(resolve_endpoint(endpoint), timeout_s=timeout_s) as client:
             yield client
     except KrulError as error:
         _fail(str(error))

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
-import zmq.auth
 
-from krul_backend.daemon.client.request_channel import CurveKeys, RequestChannels
+from krul_backend.daemon.client.request_channel import RequestChannels
 from krul_backend.daemon.protocol.messages import (
     DaemonStats,
     FlushRequest,
@@ -30,48 +29,33 @@ from krul_backend.daemon.protocol.runtime_dir import (
     check_served,
     runtime_dir_of,
 )
-from krul_backend.errors import ConfigError, DaemonError
+from krul_backend.errors import DaemonError
 from krul_backend.tiers.common.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats
 
 DIRECTORY_PATTERN = "krul-*"
 _CONNECT_TIMEOUT_S = 1.0
 
-CLIENT_KEY = "client.key_secret"
-SERVER_PUBLIC_KEY = "server.key"
-"""In the directory of CURVE keys that an operator names."""
-
 
 class AdminClient:
-    """Asks a daemon without a session, over its runtime directory or a TCP endpoint. Maps no memory of it.
+    """Asks a daemon without a session, over its runtime directory. Maps no memory of it.
 
-    All methods raise DaemonError: DaemonUnreachableError if no answer comes in time (over TCP also if the
-    daemon does not know the keys).
+    All methods raise DaemonError: DaemonUnreachableError if no answer comes in time.
 
     Args:
-        endpoint: the runtime directory, ``ipc://<directory>/control.sock`` or ``tcp://<host>:<port>``.
-        curve: for TCP, which is refused without.
+        endpoint: the runtime directory, or ``ipc://<directory>/control.sock``.
         timeout_s: how long to wait for each answer; ``verify`` and ``flush`` have their own.
 
     Raises:
         DaemonUnreachableError: no daemon was ever there.
-        DaemonError: an endpoint of another kind, TCP without keys, or a directory that is not this user's
-            alone.
+        DaemonError: an endpoint of another kind, or a directory that is not this user's alone.
     """
 
-    def __init__(
-        self, endpoint: str | Path, *, curve: CurveKeys | None = None, timeout_s: float = 5.0
-    ) -> None:
-        address = str(endpoint)
-        if address.startswith("tcp://"):
-            if curve is None:
-                raise DaemonError(f"{address}: over TCP a daemon answers only to CURVE keys")
-        else:
-            runtime_dir = runtime_dir_of(endpoint)
-            check_served(runtime_dir)
-            address, curve = f"ipc://{runtime_dir / CONTROL_SOCKET}", None
+    def __init__(self, endpoint: str | Path, *, timeout_s: float = 5.0) -> None:
+        runtime_dir = runtime_dir_of(endpoint)
+        check_served(runtime_dir)
         self._timeout_s = timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._channels = RequestChannels(self._context, address, curve=curve)
+        self._channels = RequestChannels(self._context, f"ipc://{runtime_dir / CONTROL_SOCKET}")
 
     def __enter__(self) -> AdminClient:
         return self
@@ -162,25 +146,6 @@ def resolve_endpoint(endpoint: str | None, parents: Sequence[Path] | None = None
         f"{len(found)} krul daemons run: choose one with --endpoint, out of "
         + ", ".join(str(path) for path in found)
     )
-
-
-def load_client_keys(curve_dir: Path) -> CurveKeys:
-    """The client's own pair and the server's public key, from the directory that ``--curve-dir`` names.
-
-    Raises:
-        ConfigError: a file is missing, is no certificate, lacks the secret key, or lets others read it.
-    """
-    client_path, server_path = curve_dir / CLIENT_KEY, curve_dir / SERVER_PUBLIC_KEY
-    try:
-        public, secret = zmq.auth.load_certificate(client_path)
-        server, _ = zmq.auth.load_certificate(server_path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"CURVE keys {client_path}, {server_path} cannot be read: {error}") from error
-    if secret is None:
-        raise ConfigError(f"{client_path} has no secret key: expected the client's *.key_secret")
-    if client_path.stat().st_mode & 0o077:
-        raise ConfigError(f"curve_dir: {client_path} can be read by others: chmod 0600 it")
-    return CurveKeys(public, secret, server)
 
 
 def _is_private(path: Path) -> bool:

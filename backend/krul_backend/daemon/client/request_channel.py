@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -31,21 +30,10 @@ class SessionEndedError(DaemonUnreachableError):
     """The session that the request belongs to is over."""
 
 
-@dataclass(frozen=True)
-class CurveKeys:
-    """Z85 text of 40 characters each: the client's own pair, and the public key of the server to trust."""
-
-    public: bytes
-    secret: bytes
-    server: bytes
-
-
 class _Channel:
     """A DEALER that one thread at a time uses. ``lock``: another thread may close it."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: CurveKeys | None
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.lock = threading.Lock()
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -53,10 +41,6 @@ class _Channel:
         # waits for all replies but those to releases, of which there are at most as many as grants.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        if curve is not None:
-            self.socket.curve_publickey = curve.public
-            self.socket.curve_secretkey = curve.secret
-            self.socket.curve_serverkey = curve.server
         self.socket.connect(endpoint)
 
     def send(self, request: Request[Any], token_ids: TokenIds | None) -> None:
@@ -92,7 +76,6 @@ class RequestChannels:
         endpoint: as ZeroMQ writes it.
         token: the session's; empty for an admin endpoint.
         has_ended: returns whether no reply will come any more.
-        curve: keys for a TCP endpoint.
     """
 
     def __init__(
@@ -102,13 +85,11 @@ class RequestChannels:
         token: str = "",
         *,
         has_ended: Callable[[], bool] = lambda: False,
-        curve: CurveKeys | None = None,
     ) -> None:
         self._context = context
         self._endpoint = endpoint
         self._token = token
         self._has_ended = has_ended
-        self._curve = curve
         self._ids = itertools.count(1)
         self._of_thread = threading.local()
         self._lock = threading.Lock()
@@ -178,7 +159,7 @@ class RequestChannels:
         return use.channel
 
     def _new_channel(self) -> _Channel:
-        channel = _Channel(self._context, self._endpoint, self._curve)
+        channel = _Channel(self._context, self._endpoint)
         self._channels.append(channel)
         return channel
 

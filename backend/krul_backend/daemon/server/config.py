@@ -21,7 +21,6 @@ class DaemonConfig:
     ``mooncake``, ``bucket`` None: no such tier; otherwise its options by name.
     ``tenant_quota`` is the share of the arena that one tenant may take. ``metrics_port`` 0: no metrics.
     ``hints_port`` 0: no hints over HTTP.
-    ``admin_endpoint`` (``tcp://host:port``) needs ``curve_dir``: the server's key, the allowed clients' keys.
 
     Raises:
         ConfigError: a value cannot be used; the message names the key, what was given, what is accepted.
@@ -41,8 +40,6 @@ class DaemonConfig:
     metrics_port: int = 0
     hints_port: int = 0
     exit_when_unused: bool = False
-    admin_endpoint: str | None = None
-    curve_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if self.arena_bytes < 1 << 20:
@@ -64,17 +61,6 @@ class DaemonConfig:
             raise _error("metrics_port", self.metrics_port, "a port, or 0 for no metrics")
         if not 0 <= self.hints_port <= 65535:
             raise _error("hints_port", self.hints_port, "a port, or 0 for no hints over HTTP")
-        if self.admin_endpoint is not None:
-            if not self.admin_endpoint.startswith("tcp://"):
-                raise _error("admin_endpoint", self.admin_endpoint, "tcp://<address>:<port>")
-            if self.curve_dir is None:
-                raise _error(
-                    "admin_endpoint",
-                    self.admin_endpoint,
-                    "an endpoint together with curve_dir: over TCP only peers with CURVE keys are answered",
-                )
-        elif self.curve_dir is not None:
-            raise _error("curve_dir", str(self.curve_dir), "a directory together with admin_endpoint")
 
 
 def _error(key: str, got: object, accepted: str) -> ConfigError:

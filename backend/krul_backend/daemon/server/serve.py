@@ -20,7 +20,6 @@ from krul_backend.daemon.protocol.messages import DaemonStats
 from krul_backend.daemon.protocol.runtime_dir import HINTS_TOKEN_NAME, RuntimeDir
 from krul_backend.daemon.server.build_store import build_store
 from krul_backend.daemon.server.config import DaemonConfig
-from krul_backend.daemon.server.control_socket import AdminEndpoint
 from krul_backend.daemon.server.metrics import DaemonMetrics, ReadStats
 from krul_backend.daemon.server.server import DaemonServer
 from krul_backend.memory import format_bytes
@@ -60,9 +59,6 @@ def serve(config: DaemonConfig) -> None:
         stack.callback(store.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
-        admin = _admin_endpoint(context, config)
-        if admin is not None:
-            stack.callback(admin.close)
 
         # ``server`` is set below, before anybody can ask for statistics.
         def read_stats() -> tuple[StoreStats, DaemonStats]:
@@ -78,7 +74,6 @@ def serve(config: DaemonConfig) -> None:
             may_lookup_wait=config.mooncake is not None or config.bucket is not None,
             observer=metrics.observe if config.metrics_port else None,
             exit_when_unused=config.exit_when_unused,
-            admin_socket=admin.socket if admin is not None else None,
         )
         with _stopped_by_signals(server):
             try:
@@ -134,12 +129,6 @@ def _flush(store: TieredStore) -> None:
             )
     except Exception:
         logger.exception("what was committed last may not be durable")
-
-
-def _admin_endpoint(context: zmq.Context[zmq.Socket[bytes]], config: DaemonConfig) -> AdminEndpoint | None:
-    if config.admin_endpoint is None or config.curve_dir is None:
-        return None
-    return AdminEndpoint(context, config.admin_endpoint, config.curve_dir)
 
 
 @contextlib.contextmanager

@@ -52,9 +52,8 @@ _MAX_BATCH = 64
 
 @dataclass(frozen=True)
 class _Caller:
-    """The peer of a socket that gets the reply to a request, and what is noted about the request."""
+    """The peer that gets the reply to a request, and what is noted about the request."""
 
-    socket: zmq.Socket[bytes]
     identity: bytes
     op: str
     request_id: int
@@ -74,7 +73,6 @@ class DaemonServer:
         may_lookup_wait: whether lookups in this store may ask a network.
         observer: called for each answer.
         exit_when_unused: ``run`` returns some seconds after the last session ended.
-        admin_socket: a ROUTER, bound and with CURVE, for the operations of the command line alone.
     """
 
     def __init__(
@@ -86,7 +84,6 @@ class DaemonServer:
         may_lookup_wait: bool = False,
         observer: Observer | None = None,
         exit_when_unused: bool = False,
-        admin_socket: zmq.Socket[bytes] | None = None,
     ) -> None:
         self._observer = observer
         self._exit_when_unused = exit_when_unused
@@ -113,18 +110,16 @@ class DaemonServer:
         self._last_session_s: float | None = None
         self._control = bind_router(context, f"ipc://{runtime_dir.control_socket}")
         os.chmod(runtime_dir.control_socket, 0o600)
-        self._sockets = [self._control, *([admin_socket] if admin_socket is not None else [])]
         self._poller = zmq.Poller()
-        for source in (*self._sockets, self._sessions, self._lanes):
+        for source in (self._control, self._sessions, self._lanes):
             self._poller.register(source, zmq.POLLIN)
 
     def run(self) -> None:
         """Serve until ``stop``, a shutdown request, or nobody uses the daemon any more."""
         while not self._is_stopping:
             ready = {source for source, _ in self._poller.poll(self._wait_ms())}
-            for socket in self._sockets:
-                if socket in ready:
-                    self._receive(socket)
+            if self._control in ready:
+                self._receive()
             # After the requests, so that what a client sent before it ended is still done.
             if self._sessions.fileno() in ready:
                 self._sessions.serve()
@@ -144,9 +139,8 @@ class DaemonServer:
     def disconnect(self) -> None:
         """Close all sockets, after ``run``: clients notice at once. What they held is left as it is."""
         self._sessions.close()
-        for socket in self._sockets:
-            # A last reply (to a shutdown) may still be on its way.
-            socket.close(linger=500)
+        # A last reply (to a shutdown) may still be on its way.
+        self._control.close(linger=500)
 
     def close(self) -> None:
         """End the threads. Call it after ``disconnect`` and the store's ``close``, which ends their work."""
@@ -156,16 +150,16 @@ class DaemonServer:
         due_s = self._orphans[0][0] - time.monotonic() if self._orphans else _MAX_WAIT_S
         return math.ceil(1000 * min(_MAX_WAIT_S, max(0.0, due_s)))
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+    def _receive(self) -> None:
         """Handle requests that have arrived, not more than so many: sessions and results get their turn."""
         for _ in range(_MAX_BATCH):
             try:
-                identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = self._control.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(socket, identity, frames)
+            self._handle(identity, frames)
 
-    def _handle(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[bytes]) -> None:
+    def _handle(self, identity: bytes, frames: list[bytes]) -> None:
         start_s = time.monotonic()
         try:
             request = checked_request(frames)
@@ -173,12 +167,12 @@ class DaemonServer:
             self._count_bad("undecodable", error)
             envelope = decode_envelope(frames[0]) if frames else None
             if envelope is not None:
-                self._refuse(_Caller(socket, identity, "invalid", envelope[1], start_s), error)
+                self._refuse(_Caller(identity, "invalid", envelope[1], start_s), error)
             return
-        caller = _Caller(socket, identity, op_of(request), request.id, start_s)
+        caller = _Caller(identity, op_of(request), request.id, start_s)
         self._num_requests += 1
         try:
-            result = self._dispatch(socket, request, frames)
+            result = self._dispatch(request, frames)
             if isinstance(result, Deferred):
                 self._lanes.submit(caller, result)
                 return
@@ -187,9 +181,9 @@ class DaemonServer:
             return
         self._reply(caller, result)
 
-    def _dispatch(self, socket: zmq.Socket[bytes], request: Request[Any], frames: list[bytes]) -> Any:
+    def _dispatch(self, request: Request[Any], frames: list[bytes]) -> Any:
         """The result of a request, or ``Deferred``."""
-        session = self._sessions.find(request.token) if socket is self._control else None
+        session = self._sessions.find(request.token)
         answer = self._admin_handlers.get(type(request))
         if answer is not None and (session is not None or not request.token):
             return answer(request)
@@ -226,7 +220,7 @@ class DaemonServer:
 
     def _send(self, caller: _Caller, frame: bytes, *, is_right: bool) -> None:
         # This never waits: a ROUTER drops replies that a peer does not take, or whose peer is gone.
-        caller.socket.send_multipart((caller.identity, frame), zmq.NOBLOCK)
+        self._control.send_multipart((caller.identity, frame), zmq.NOBLOCK)
         if self._observer is not None:
             self._observer(caller.op, time.monotonic() - caller.start_s, is_right)
 
