@@ -99,8 +99,6 @@ def demo(
     check_drawable("--figure", figure)
     if conversations is None:
         conversations = BUNDLED_CONVERSATIONS if model_path == BUNDLED else CHATS
-        if not conversations.exists():
-            raise ConfigError(f"this installation comes without {conversations.name}; give --conversations")
 
     from demo.conversations import load_conversations
     from demo.sizing import load_token_encoder, plan_pools

@@ -112,7 +112,7 @@ def map_shared(descriptor: int, num_bytes: int) -> mmap.mmap:
 
 
 def lock_limit_bytes() -> int | None:
-    """How much memory this process may lock; None if it is not limited."""
+    """Return how many bytes of memory this process may lock; None if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 

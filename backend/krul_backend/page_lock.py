@@ -33,7 +33,7 @@ def _in_chunks(addresses: range) -> Iterator[range]:
 
 
 def cuts_of(first: int, num_bytes: int) -> list[int]:
-    """Where memory at the address ``first`` is cut by chunks, in bytes from there."""
+    """Return the offsets, in bytes from the address ``first``, at which chunks cut the memory there."""
     # Almost always nowhere, and each copy asks.
     if first // CHUNK_BYTES == (first + max(num_bytes, 1) - 1) // CHUNK_BYTES:
         return []

@@ -125,8 +125,8 @@ def measure(setup: RankSetup, tree_cache: Any) -> MeasuredRank:
     costs = replace(_costs(calibration, setup), serial_tiers=serial_tiers)
     units = units_in_use(config.strategy, Precision(config.precision), pool.num_layers)
     decode_costs = calibration.decode_costs(codec, units, costs.tiers[DRAM_TIER])
-    if (draft := setup.draft) is not None:
-        # Plans do not count its costs. But its kernels are compiled here, and not while a load is waited for.
+    if (draft := setup.draft) is not None and not pool.streams.shares_cores:
+        # Plans do not count its costs. But a GPU's kernels are compiled here, and not while a load waits.
         of_draft = CostCalibration(setup.model_runner, tree_cache, draft.pool, None, setup.start_agreement)
         of_draft.decode_costs(draft.codec, [((0,), draft.precision)], costs.tiers[DRAM_TIER])
 

@@ -162,8 +162,8 @@ class ModelBases:
 
     @cached_property
     def looks_at_attention(self) -> bool:
-        """Whether the worth of a token follows from the attention that it draws. Bases of latent KV, which
-        are learned without attention, count all tokens alike."""
+        """Whether tokens are weighed by the attention that they draw. Bases of latent KV, which are learned
+        without attention, weigh all alike."""
         return any(bool(group.attention_slopes.any()) for group in self.groups)
 
     @cached_property

@@ -34,6 +34,7 @@ def build_store(config: DaemonConfig) -> TieredStore:
     try:
         if config.ssd_dir is not None:
             tiers.append(_ssd_tier(config, config.ssd_dir, host))
+        # One by one: if the next one cannot be opened, those before it are closed.
         for tier in _object_tiers(config, host):
             tiers.append(tier)
     except BaseException:

@@ -15,7 +15,13 @@ import numpy as np
 
 from krul_backend.errors import ConfigError, DaemonError
 from krul_backend.tiers.common.interface import Block
-from krul_backend.tiers.objects.object_client import ObjectClient, ObjectPart, ObjectStoreError, without_keys
+from krul_backend.tiers.objects.object_client import (
+    ObjectClient,
+    ObjectPart,
+    ObjectStoreError,
+    check_limits,
+    without_keys,
+)
 from krul_backend.tiers.objects.stored_object import ROOT
 
 _NUM_THREADS = 8
@@ -49,11 +55,7 @@ class BucketOptions:
     def __post_init__(self) -> None:
         if "://" not in self.url:
             raise ConfigError(f"bucket url must be like s3://bucket/prefix, got {self.url!r}")
-        if self.queue_bytes < 1:
-            raise ConfigError(f"bucket queue_bytes must be at least 1, got {self.queue_bytes}")
-        for name in ("lookup_timeout_s", "read_timeout_s"):
-            if not 0 < getattr(self, name) < 3600:
-                raise ConfigError(f"bucket {name} must be between 0 and 3600 s, got {getattr(self, name)}")
+        check_limits(self)
 
     def connect(self, arena: Block | None) -> BucketClient:
         return BucketClient(self)
@@ -97,12 +99,11 @@ class BucketClient(ObjectClient):
             self._obstore.put(self._bucket, key, value)
 
     def get(self, key: str, max_num_bytes: int) -> bytes | None:
-        with self._asking(f"get {key}"):
-            try:
-                found = self._obstore.get(self._bucket, key)
-                return bytes(found.bytes()) if found.meta["size"] <= max_num_bytes else None
-            except FileNotFoundError:
-                return None
+        with self._asking(f"get {key}"), suppress(FileNotFoundError):
+            found = self._obstore.get(self._bucket, key)
+            if found.meta["size"] <= max_num_bytes:
+                return bytes(found.bytes())
+        return None
 
     def get_into(self, parts: Sequence[ObjectPart]) -> list[bool]:
         # Parts of one object are asked for together, objects side by side.
@@ -137,12 +138,11 @@ class BucketClient(ObjectClient):
     def _get_ranges(self, parts: Sequence[ObjectPart]) -> list[bool]:
         """Parts of one object."""
         key = parts[0].key
+        starts = [part.start for part in parts]
         ends = [part.start + part.block.nbytes for part in parts]
         with self._asking(f"get {key}"):
             try:
-                found = self._obstore.get_ranges(
-                    self._bucket, key, starts=[part.start for part in parts], ends=ends
-                )
+                found = self._obstore.get_ranges(self._bucket, key, starts=starts, ends=ends)
             except FileNotFoundError:
                 return [False] * len(parts)
         for part, value in zip(parts, found, strict=True):
@@ -151,12 +151,10 @@ class BucketClient(ObjectClient):
         return [len(value) == part.block.nbytes for part, value in zip(parts, found, strict=True)]
 
     def _has(self, key: str) -> bool:
-        with self._asking(f"existence of {key}"):
-            try:
-                self._obstore.head(self._bucket, key)
-            except FileNotFoundError:
-                return False
+        with self._asking(f"existence of {key}"), suppress(FileNotFoundError):
+            self._obstore.head(self._bucket, key)
             return True
+        return False
 
     def _remove(self, key: str) -> None:
         with self._asking(f"removal of {key}"), suppress(FileNotFoundError):
@@ -187,5 +185,5 @@ def require_obstore() -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """What the library says, without the source lines that it quotes."""
+    """The first line of a message: the library quotes its own source in those behind it."""
     return str(error).partition("\n")[0]

@@ -18,6 +18,7 @@ from krul_backend.tiers.objects.object_client import (
     ObjectPart,
     ObjectStoreError,
     StoreFullError,
+    check_limits,
     without_keys,
 )
 
@@ -76,13 +77,11 @@ class MooncakeOptions:
             raise ConfigError("mooncake metadata_server and local_hostname must not be empty")
         if self.protocol not in ("tcp", "rdma"):
             raise ConfigError(f"mooncake protocol must be 'tcp' or 'rdma', got {self.protocol!r}")
-        at_least = {"segment_bytes": 0, "buffer_bytes": 1 << 20, "queue_bytes": 1, "replicas": 1}
+        at_least = {"segment_bytes": 0, "buffer_bytes": 1 << 20, "replicas": 1}
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"mooncake {name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("lookup_timeout_s", "read_timeout_s"):
-            if not 0 < getattr(self, name) < 3600:
-                raise ConfigError(f"mooncake {name} must be between 0 and 3600 s, got {getattr(self, name)}")
+        check_limits(self)
 
     @property
     def given_bytes(self) -> int:

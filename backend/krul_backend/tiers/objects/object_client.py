@@ -1,4 +1,4 @@
-"""What the tier asks of a store of objects."""
+"""The interface of a store of objects: one client for each kind of store has it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-from krul_backend.errors import KrulError
+from krul_backend.errors import ConfigError, KrulError
 from krul_backend.tiers.common.interface import Block
 
 
@@ -19,7 +19,7 @@ class StoreFullError(ObjectStoreError):
 
 
 class ObjectPart(NamedTuple):
-    """What is read into ``block``: the bytes from ``start`` on of an object of ``num_bytes``."""
+    """A part of an object of ``num_bytes`` that is to be read: ``block`` gets the bytes from ``start`` on."""
 
     key: str
     block: Block
@@ -50,6 +50,16 @@ class ObjectStoreOptions(Protocol):
 
     def connect(self, arena: Block | None) -> ObjectClient:
         """Make a client. Raises what it does."""
+
+
+def check_limits(options: ObjectStoreOptions) -> None:
+    """Raise ConfigError if nothing may wait to be written, or a timeout is not between 0 and 3600 s."""
+    if options.queue_bytes < 1:
+        raise ConfigError(f"{options.name} queue_bytes must be at least 1, got {options.queue_bytes}")
+    for limit in ("lookup_timeout_s", "read_timeout_s"):
+        seconds = getattr(options, limit)
+        if not 0 < seconds < 3600:
+            raise ConfigError(f"{options.name} {limit} must be between 0 and 3600 s, got {seconds}")
 
 
 class ObjectClient(Protocol):

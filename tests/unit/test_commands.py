@@ -1,5 +1,7 @@
-"""The commands in the README and in docs/ are ones that the code takes today; docs/operating.md's are run by
-tests/integration/test_operating_page.py."""
+"""The commands in the README, in docs/ and in kept results are ones that the code takes today.
+
+tests/integration/test_operating_page.py runs those of docs/operating.md.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import orjson
 import pytest
 import typer
 
@@ -40,6 +43,16 @@ def commands() -> list[tuple[str, tuple[str, ...]]]:
 
 
 COMMANDS = commands()
+RESULTS = {
+    path.name: orjson.loads(path.read_bytes()).get("command")
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+}
+MODULES = {
+    name: tuple(shlex.split(command))
+    for name, command in RESULTS.items()
+    if "-m benchmarks." in (command or "")
+}
+"""The commands of results that a benchmark has written."""
 
 
 def take(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +72,20 @@ def take(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(runner, "run", lambda *_: 0)
         with pytest.raises(SystemExit) as ended:
             runpy.run_module(arguments[1], run_name="__main__")
-        assert ended.value.code == 0
+        assert ended.value.code == 0, words
     else:
         assert importlib.util.find_spec(arguments[1]) is not None
     if FLAG in arguments:
         KrulConfig.from_mapping(json.loads(arguments[arguments.index(FLAG) + 1]), FLAG)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_command_of_a_result_is_still_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(MODULES[name], monkeypatch)
+
+
+def test_most_results_have_commands() -> None:
+    assert len(MODULES) > 15
 
 
 @pytest.mark.parametrize("words", [words for _, words in COMMANDS], ids=lambda words: shlex.join(words)[:70])
