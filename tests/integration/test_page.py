@@ -129,8 +129,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         "ssd_dir": str(tmp_path_factory.mktemp("ssd")),
         "ssd_capacity": "256MiB",
         "hints_port": port,
-        # Heads are worth recomputing behind a slow link only.
-        "link_mbs": 60,
+        # Slow enough that heads are worth recomputing, and never as slow as computing all.
+        "link_mbs": 200,
     }
     args = small_krul_server_args(POOL_TOKENS, options)
     with ForkedServer(REFERENCE_MODEL, args=args, env=STRICT) as server:
