@@ -144,12 +144,17 @@ def _huge_pages(facts: Facts) -> Outcome:
 def _numa(facts: Facts) -> Outcome:
     if facts.num_nodes == 1:
         return "ok", "one node"
-    at = ", GPUs at " + ", ".join(map(str, facts.gpu_nodes)) if facts.gpu_nodes else ""
-    found = f"{facts.num_nodes} nodes{at}: stored KV may lie at another node than the GPU that reads it"
+    found = f"{facts.num_nodes} nodes"
+    if not facts.gpu_nodes:
+        return "ok", f"{found}, no GPU at any of them"
+    at = f"{found}, GPUs at " + ", ".join(map(str, facts.gpu_nodes))
+    if not facts.spread_error:
+        return "ok", f"{at}: stored KV is spread over these"
+    far = f"{at}: stored KV may lie at another node than the GPU that reads it ({facts.spread_error})"
     if len(facts.gpu_nodes) == 1:
         (node,) = facts.gpu_nodes
-        return "warning", found, f"start the server under numactl --cpunodebind={node} --membind={node}"
-    return "warning", found, "one server per node under numactl, or numactl --interleave=all"
+        return "warning", far, f"start the server under numactl --cpunodebind={node} --membind={node}"
+    return "warning", far, "in a container --cap-add SYS_NICE; else one server per node under numactl"
 
 
 def _memory(facts: Facts) -> Outcome:

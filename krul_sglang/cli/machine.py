@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
 from krul_backend.errors import ConfigError, KrulError
 from krul_backend.memory import lock_limit_bytes, memory_limit_bytes
+from krul_backend.numa import gpu_nodes, spread_pages
 from krul_backend.tiers.ssd import Disk, open_for_reading
 from krul_sglang.adapter.platforms.nvidia import Compiler, Nvidia, find_compiler, find_nvidia
 from krul_sglang.config import KrulConfig
@@ -46,8 +49,9 @@ class Facts:
     ``flashinfer`` is its version, or what importing it raised if ``flashinfer_error``; both are empty without
     a GPU. ``has_compiled_kernels``: a package with FlashInfer's kernels is installed. ``lock_limit`` is None
     if it is unlimited. ``huge_pages`` and ``shared_huge_pages`` are the settings of the kernel, for programs'
-    memory and for shared memory. ``gpu_nodes`` are the NUMA nodes that GPUs are at. ``host_memory`` is what
-    is configured, in bytes. ``ports`` are those to serve on, ``taken_ports`` those of them that are in use.
+    memory and for shared memory. ``gpu_nodes`` are the NUMA nodes that GPUs are at, and
+    ``spread_error`` says why the host tier cannot be spread over them. ``host_memory`` is what is configured,
+    in bytes. ``ports`` are those to serve on, ``taken_ports`` those of them that are in use.
     """
 
     nvidia: Nvidia = field(default_factory=Nvidia)
@@ -61,6 +65,7 @@ class Facts:
     shared_huge_pages: str = "never"
     num_nodes: int = 1
     gpu_nodes: tuple[int, ...] = ()
+    spread_error: str = ""
     host_memory: int = 0
     host_memory_error: str = ""
     available_bytes: int = 0
@@ -78,6 +83,7 @@ class Facts:
 def gather(config: KrulConfig, server_port: int) -> Facts:
     """Look at this machine, as a server with ``config`` would find it."""
     nvidia = find_nvidia()
+    nodes = gpu_nodes()
     flashinfer, flashinfer_error = _flashinfer() if nvidia.devices else ("", "")
     sglang, sglang_error, hooks_error = _sglang()
     host_memory, host_memory_error = _host_memory(config)
@@ -93,7 +99,8 @@ def gather(config: KrulConfig, server_port: int) -> Facts:
         huge_pages=chosen_setting(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         shared_huge_pages=chosen_setting(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
         num_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
-        gpu_nodes=gpu_nodes(Path("/sys/bus/pci/devices")),
+        gpu_nodes=nodes,
+        spread_error=spread_error(nodes) if nodes else "",
         host_memory=host_memory,
         host_memory_error=host_memory_error,
         available_bytes=available_bytes(),
@@ -118,17 +125,13 @@ def chosen_setting(path: Path) -> str:
     return "" if chosen is None else chosen[1]
 
 
-def gpu_nodes(devices: Path) -> tuple[int, ...]:
-    """The NUMA nodes of NVIDIA's display and 3D controllers among PCI ``devices``."""
-    nodes = set()
-    for device in devices.glob("*"):
-        try:
-            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
-            if vendor == "0x10de" and kind.startswith("0x03"):
-                nodes.add(int((device / "numa_node").read_text()))
-        except (OSError, ValueError):
-            continue
-    return tuple(sorted(node for node in nodes if node >= 0))
+def spread_error(nodes: Iterable[int]) -> str:
+    """Why the system does not spread shared memory over these NUMA nodes; empty if it does."""
+    try:
+        spread_pages(np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=np.uint8), nodes)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def measure_disk(folder: Path, num_bytes: int = _TRIAL_BYTES) -> DiskFacts:

@@ -76,8 +76,16 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "locked memory": ("pinning", "warning", {"lock_limit": 8 << 20}, "ulimit -l unlimited"),
     "no huge pages": ("huge pages", "warning", {"huge_pages": "never"}, "echo madvise"),
     "small shared pages": ("huge pages", "warning", {"shared_huge_pages": "never"}, "echo advise"),
-    "far node": ("NUMA", "warning", {"num_nodes": 2, "gpu_nodes": (1,)}, "--membind=1"),
-    "many nodes": ("NUMA", "warning", {"num_nodes": 2, "gpu_nodes": (0, 1)}, "one server per node"),
+    "far node": (
+        *("NUMA", "warning"),
+        {"num_nodes": 2, "gpu_nodes": (1,), "spread_error": "not permitted"},
+        "--membind=1",
+    ),
+    "many nodes": (
+        *("NUMA", "warning"),
+        {"num_nodes": 2, "gpu_nodes": (0, 1), "spread_error": "not permitted"},
+        "one server per node",
+    ),
     "over the machine": ("host memory", "problem", {"host_memory_error": "too large"}, "a smaller"),
     "no memory": ("host memory", "problem", {"available_bytes": 32 << 30}, "end other programs"),
     "little memory": ("host memory", "warning", {"available_bytes": 65 << 30}, "leave a tenth"),
@@ -234,6 +242,13 @@ def test_a_folder_that_cannot_be_written_is_said() -> None:
     assert machine.measure_disk(Path("/proc/krul")).error
 
 
+def test_stored_kv_that_can_be_spread_over_nodes_needs_nothing() -> None:
+    row = row_of(replace(RIGHT, num_nodes=2, gpu_nodes=(0, 1)), "NUMA")
+    assert (row.state, row.remedy) == ("ok", "")
+    assert "spread" in row.found
+    assert machine.spread_error((777,))
+
+
 def test_ports_that_listen_are_taken() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -243,18 +258,7 @@ def test_ports_that_listen_are_taken() -> None:
     assert machine.taken_ports((port,)) == ()
 
 
-def test_settings_and_nodes_are_read_from_the_kernels_files(tmp_path: Path) -> None:
+def test_settings_are_read_from_the_kernels_files(tmp_path: Path) -> None:
     (tmp_path / "enabled").write_text("always [madvise] never\n")
     assert machine.chosen_setting(tmp_path / "enabled") == "madvise"
     assert machine.chosen_setting(tmp_path / "missing") == ""
-    for name, vendor, kind, node in (
-        ("a", "0x10de", "0x030200", "1"),
-        ("b", "0x10de", "0x040300", "0"),
-        ("c", "0x8086", "0x030000", "0"),
-        ("d", "0x10de", "0x030200", "-1"),
-    ):
-        device = tmp_path / "devices" / name
-        device.mkdir(parents=True)
-        for file, content in (("vendor", vendor), ("class", kind), ("numa_node", node)):
-            (device / file).write_text(content + "\n")
-    assert machine.gpu_nodes(tmp_path / "devices") == (1,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from krul_backend.daemon.server.config import DaemonConfig
 from krul_backend.errors import ConfigError
 from krul_backend.memory import parse_bytes
+from krul_backend.numa import gpu_nodes, spread_pages
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.eviction import make_policy
 from krul_backend.tiers.common.lower_tier import LowerTier
@@ -18,6 +20,8 @@ from krul_backend.tiers.dram import HostStore
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+logger = logging.getLogger(__name__)
 
 Options = TypeVar("Options", bound="DataclassInstance")
 
@@ -30,6 +34,7 @@ def build_store(config: DaemonConfig) -> TieredStore:
         raise ConfigError(
             f"arena_bytes: got {config.arena_bytes}, which the system does not map: {error.strerror or error}"
         ) from error
+    _place(host)
     tiers: list[LowerTier] = []
     try:
         if config.ssd_dir is not None:
@@ -43,6 +48,16 @@ def build_store(config: DaemonConfig) -> TieredStore:
         host.close()
         raise
     return TieredStore(host, tiers)
+
+
+def _place(host: HostStore) -> None:
+    """Spread the host tier over the NUMA nodes that GPUs are at, before its first page is touched."""
+    nodes = gpu_nodes()
+    try:
+        if nodes and spread_pages(host.buffer, nodes):
+            logger.info("stored KV lies on the NUMA nodes of the GPUs: %s", ", ".join(map(str, nodes)))
+    except OSError as error:
+        logger.warning("stored KV may lie on another NUMA node than the GPU that reads it: %s", error)
 
 
 def _ssd_tier(config: DaemonConfig, directory: Path, host: HostStore) -> LowerTier:
