@@ -38,7 +38,7 @@ from tests.support.scenario import (
     small_krul_server_args,
 )
 from tests.support.server_plugin import LEFT_OUT_DRAFTS, WITH_PLUGIN, faulty_loads
-from tests.support.tiny_model import build_eagle_pair, build_tiny_model
+from tests.support.tiny_model import build_eagle_pair, build_latent_model, build_tiny_model
 
 NUM_TURNS = 4
 EDGE_PROMPTS = (320, 321)
@@ -78,6 +78,9 @@ NEXTN_TREES = replace(EAGLE, algorithm="NEXTN", topk=2)
 """SGLang takes trees with pages of one token alone, or with the attention of a GPU."""
 EAGLE3 = Speculation("EAGLE3", "target of eagle", "eagle3", load_format="dummy")
 
+MTP = Speculation("NEXTN", "v3", "v3")
+"""The draft is a layer of the target's own checkpoint, and has latent KV, too."""
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -111,6 +114,9 @@ MODES = {
     "eagle3-page-16-random-heads": Mode(EAGLE3, RANDOM),
     "nextn-trees-page-1-random-heads": Mode(NEXTN_TREES, RANDOM, page_size=1),
     "eagle-3-page-16-two-ranks": Mode(EAGLE, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
+    "mtp-page-16-random-heads": Mode(MTP, RANDOM),
+    "mtp-page-16-failing-loads": Mode(MTP, RANDOM, env=FAILING, fails=True),
+    "mtp-page-16-two-ranks": Mode(MTP, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
 }
 
 
@@ -144,6 +150,7 @@ def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
         "target of eagle": root / "target",
         "eagle": root / "eagle",
         "eagle3": root / "eagle3",
+        "v3": build_latent_model(root / "v3", num_experts=4, q_lora_rank=96, predicts_ahead=True),
     }
 
 

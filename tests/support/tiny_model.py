@@ -102,13 +102,7 @@ def build_eagle_pair(target: Path, draft: Path) -> None:
 
     build_tiny_model(target)
     model = LlamaForCausalLM.from_pretrained(target)
-    with torch.no_grad():
-        embedding = model.model.embed_tokens.weight
-        # The row of the padding token is 0.
-        embedding /= embedding.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3)
-        for layer in model.model.layers[1:]:
-            layer.self_attn.o_proj.weight *= 0.05
-            layer.mlp.down_proj.weight *= 0.05
+    _let_first_layer_decide(model)
     model.save_pretrained(target)
     draft.mkdir()
     config = {**model.config.to_dict(), "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]}
@@ -120,11 +114,25 @@ def build_eagle_pair(target: Path, draft: Path) -> None:
         for name, tensor in model.model.layers[0].named_parameters()
         if "input_layernorm" not in name
     }
-    weights["embed_tokens.weight"] = embedding.detach().clone()
+    weights["embed_tokens.weight"] = model.model.embed_tokens.weight.detach().clone()
     identity = torch.eye(model.config.hidden_size)
     weights["fc.weight"] = torch.cat([identity, 0.02 * identity], dim=1)
     weights["fc.bias"] = torch.zeros(model.config.hidden_size)
     save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+
+
+def _let_first_layer_decide(model: Any) -> None:
+    """Make what the other layers of a model add small, and its embeddings normalized."""
+    import torch
+
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        # The row of the padding token is 0.
+        embedding /= embedding.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3)
+        for layer in model.model.layers[1:]:
+            for name, weight in layer.named_parameters():
+                if "o_proj" in name or "down_proj" in name:
+                    weight *= 0.05
 
 
 def build_adapter(path: Path, *, seed: int, num_layers: int = 4, hidden_size: int = 256) -> Path:
@@ -158,10 +166,19 @@ LATENT_RANK, LATENT_ROTARY = 64, 32
 
 
 def build_latent_model(
-    path: Path, *, num_layers: int = 4, q_lora_rank: int | None = None, num_experts: int = 0
+    path: Path,
+    *,
+    num_layers: int = 4,
+    q_lora_rank: int | None = None,
+    num_experts: int = 0,
+    predicts_ahead: bool = False,
 ) -> Path:
     """As ``build_tiny_model``: a dense DeepSeek-V2 in float32, or a DeepSeek-V3 with two of ``num_experts``
-    per token behind its first layer."""
+    per token behind its first layer.
+
+    With ``predicts_ahead`` it has experts in its first layer, too, and one more layer that drafts (MTP), which is
+    right more often than not: see ``build_eagle_pair``.
+    """
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -172,7 +189,7 @@ def build_latent_model(
         "qk_rope_head_dim": LATENT_ROTARY,
         "qk_nope_head_dim": 64,
         "v_head_dim": 64,
-        "first_k_dense_replace": 1 if num_experts else num_layers,
+        "first_k_dense_replace": 0 if predicts_ahead else 1 if num_experts else num_layers,
         "moe_intermediate_size": 128,
         "moe_layer_freq": 1,
         "n_routed_experts": num_experts or 2,
@@ -200,8 +217,37 @@ def build_latent_model(
             model: torch.nn.Module = DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **latent, **gate))
         else:
             model = DeepseekV2ForCausalLM(DeepseekV2Config(**shape, **latent))
+    if predicts_ahead:
+        _let_first_layer_decide(model)
     model.save_pretrained(path)
+    if predicts_ahead:
+        _add_drafting_layer(path)
     return path
+
+
+def _add_drafting_layer(path: Path) -> None:
+    """Give a checkpoint one more layer, equal to its first one, as DeepSeek-V3 has for drafts."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    config = json.loads((path / "config.json").read_text())
+    number, size = config["num_hidden_layers"], config["hidden_size"]
+    first = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.0.")}
+    added = {name.replace("layers.0.", f"layers.{number}."): tensor.clone() for name, tensor in first.items()}
+    identity, ones = torch.eye(size), torch.ones(size)
+    own = {
+        "embed_tokens": weights["model.embed_tokens.weight"].clone(),
+        "shared_head.head": weights["lm_head.weight"].clone(),
+        "shared_head.norm": ones,
+        "enorm": ones.clone(),
+        "hnorm": ones.clone(),
+        "eh_proj": torch.cat([identity, 0.02 * identity], dim=1),
+    }
+    added |= {f"model.layers.{number}.{name}.weight": tensor for name, tensor in own.items()}
+    save_file(weights | added, file, metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
 def build_minicpm3_model(path: Path) -> Path:
