@@ -87,7 +87,8 @@ SERVED = (
     Served("--schedule-policy fcfs, lpm", "tests/integration/test_restoring.py"),
     Served("--tp-size 2 on one host", "tests/integration/test_restoring.py"),
     Served(
-        "--enable-dp-attention, --attn-dp-size 2, by whole loads", "tests/integration/test_dp_attention.py"
+        "--enable-dp-attention, --attn-dp-size 2, by whole loads; also with latent KV and MTP",
+        "tests/integration/test_dp_attention.py",
     ),
     Served("--dp-size 2 with endpoint", "tests/integration/test_tiers_serving.py"),
     Served("--dtype float32, bfloat16", "tests/integration/test_lossless.py"),
@@ -101,7 +102,7 @@ SERVED = (
     Served("--speculative-algorithm NGRAM", "tests/integration/test_speculation.py"),
     Served(
         "--speculative-algorithm STANDALONE, EAGLE, EAGLE3; NEXTN (SGLang's other name of EAGLE), with "
-        "trees: --speculative-eagle-topk 2 and --page-size 1",
+        "trees: --speculative-eagle-topk 2 and --page-size 1; DeepSeek-V3's own layer that drafts (MTP)",
         "tests/integration/test_draft_models.py",
     ),
     Served("ssd_dir, and a daemon that several servers join", "tests/integration/test_tiers_serving.py"),
@@ -136,12 +137,11 @@ UNTESTED = (
     Untested("adapters that are loaded while the server runs", "each has an id that nothing else has"),
     Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
     Untested(
-        "drafts of the target's own checkpoint (MTP); --speculative-eagle-topk over 1 with larger pages",
+        "drafts of other targets' own checkpoints (MTP); --speculative-eagle-topk over 1 with larger pages",
         "a draft's pool must be one that krul knows, too",
     ),
     Untested(
-        "--enable-dp-attention with --speculative-algorithm EAGLE, EAGLE3",
-        "draft KV comes before the batch, too",
+        "--enable-dp-attention with --speculative-algorithm EAGLE3", "draft KV comes before the batch, too"
     ),
     Untested("--enable-torch-compile"),
     Untested("--quantization of weights"),

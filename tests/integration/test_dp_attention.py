@@ -27,6 +27,10 @@ from tests.support.server_plugin import WITH_PLUGIN, faulty_loads
 from tests.support.tiny_model import build_latent_model, build_tiny_model
 
 DP_ATTENTION = ("--tp", "2", "--dp-size", "2", "--enable-dp-attention")
+DRAFTS = (
+    *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
 IN_PAIRS = ("--tp", "4", "--attn-dp-size", "2")
 """Two ranks share the heads of each request."""
 PAIRS_ON_TWO_CORES = {**STRICT_ON_TWO_CORES, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
@@ -38,17 +42,20 @@ LONG = random_prompt("long", 40)
 
 @dataclass(frozen=True)
 class Mode:
-    """``fault``: see ``faulty_loads``. ``num_sharing``: ranks that share the heads of a request."""
+    """``fault``: see ``faulty_loads``. ``num_sharing``: ranks that share the heads of a request. ``drafts``: a
+    layer of the model's own predicts ahead."""
 
     model: str
     options: dict[str, Any] = field(default_factory=dict)
     fault: str | None = None
     num_sharing: int = 1
+    drafts: bool = False
 
 
 MODES = {
     "experts": Mode("experts"),
     "latent": Mode("latent"),
+    "latent-drafting": Mode("latent", drafts=True),
     "experts-in-pairs-failing-loads": Mode("experts", fault="load-error", num_sharing=2),
     "experts-stuck-loads": Mode("experts", {"load_timeout": 0.5}, "load-stall"),
 }
@@ -107,7 +114,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
         "experts": build_tiny_model(root / "experts", num_kv_heads=4, num_experts=4),
-        "latent": build_latent_model(root / "latent", q_lora_rank=96, num_experts=4),
+        "latent": build_latent_model(root / "latent", q_lora_rank=96, num_experts=4, predicts_ahead=True),
     }
 
 
@@ -135,13 +142,14 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=["experts", "experts-in-pairs-failing-loads"]
+    params=["experts", "experts-in-pairs-failing-loads", "latent-drafting"]
     + [pytest.param(name, marks=pytest.mark.long) for name in ("latent", "experts-stuck-loads")],
 )
 def served(request: pytest.FixtureRequest, models: dict[str, Path], kept: dict[str, Played]) -> Served:
     mode = MODES[request.param]
     is_alone = mode.num_sharing == 1
     args = (*small_krul_server_args(POOL_TOKENS, mode.options), *(DP_ATTENTION if is_alone else IN_PAIRS))
+    args += DRAFTS if mode.drafts else ()
     plugin = WITH_PLUGIN if mode.fault is None else faulty_loads(mode.fault)
     env = (STRICT_ON_TWO_CORES if is_alone else PAIRS_ON_TWO_CORES) | plugin
     with ForkedServer(models[mode.model], args=args, env=env) as server:
@@ -188,6 +196,17 @@ def test_a_load_that_fails_is_computed_with_its_prompt(served: Served) -> None:
     computed = [answer for answer in served.played.all() if not answer.host_tokens]
     # Beside these the first turn, and what was never stored.
     assert len(computed) == 2 + failed
+
+
+def test_drafts_come_back_with_what_they_follow(served: Served) -> None:
+    drafts = [state["draft"] for state in served.states]
+    if not served.mode.drafts:
+        assert drafts == [None, None]
+        return
+    loaded = [state["load"]["tokens"] for state in served.states]
+    assert [draft["restored_tokens"] for draft in drafts] == loaded
+    assert all(draft["missing_tokens"] == draft["failed_loads"] == 0 for draft in drafts)
+    assert all(draft["after_restores"]["accepted"] > draft["after_restores"]["forwards"] for draft in drafts)
 
 
 def test_ranks_of_one_host_share_a_daemon_and_what_it_keeps(served: Served) -> None:
