@@ -42,8 +42,8 @@ LONG = random_prompt("long", 40)
 
 @dataclass(frozen=True)
 class Mode:
-    """``fault``: see ``faulty_loads``. ``num_sharing``: ranks that share the heads of a request. ``drafts``: a
-    layer of the model's own predicts ahead."""
+    """``fault``: see ``faulty_loads``. ``num_sharing``: ranks that share the heads of a request. ``drafts``:
+    a layer of the model's own predicts ahead."""
 
     model: str
     options: dict[str, Any] = field(default_factory=dict)

@@ -176,8 +176,8 @@ def build_latent_model(
     """As ``build_tiny_model``: a dense DeepSeek-V2 in float32, or a DeepSeek-V3 with two of ``num_experts``
     per token behind its first layer.
 
-    With ``predicts_ahead`` it has experts in its first layer, too, and one more layer that drafts (MTP), which is
-    right more often than not: see ``build_eagle_pair``.
+    With ``predicts_ahead`` it has experts in its first layer, too, and one more layer that drafts (MTP),
+    which is right more often than not: see ``build_eagle_pair``.
     """
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
