@@ -265,7 +265,13 @@ def stop_servers(servers: Sequence[ServerProcess]) -> None:
         server._wait_until_gone()
 
 
-_WARM_UP_REQUEST = {"input_ids": [1] * 8, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+_WARM_UP_REQUEST = {
+    "input_ids": [1] * 8,
+    "sampling_params": {"max_new_tokens": 4, "temperature": 0},
+    # As SGLang's own: of two servers that share a request, this one sends its KV to nobody.
+    "bootstrap_host": "2.2.2.2",
+    "bootstrap_room": 0,
+}
 
 
 def default_device_args() -> tuple[str, ...]:

@@ -101,7 +101,12 @@ LAUNCH_RULES = (
     _flag("--language-only", _OTHER_SERVER),
     _flag("--dllm-algorithm", "a block's KV is written several times", example="LowConfidence"),
     _flag("--enable-pdmux", "its prefills do not pass the hook that restores prefixes"),
-    _flag("--disaggregation-mode", "a turn is split over servers", example="prefill", applies=_is_named),
+    _flag(
+        "--disaggregation-mode",
+        "it computes no prompts, which krul restores: serve with krul on the servers that prefill",
+        example="decode",
+        applies=lambda mode: mode == "decode",
+    ),
     _flag("--pp-size", "heads need all layers on one rank", example=2, applies=_is_several),
     Rule(
         "--enable-dp-attention or --attn-dp-size, and a strategy that looks at attention",
