@@ -205,7 +205,7 @@ class SegmentWrites:
     def _touch_page(self, model: ModelIdentity, page_key: str | None) -> None:
         (found,) = self._state.catalog.find(model, (page_key,)) if page_key is not None else (None,)
         if found is not None:
-            self._state.catalog.touch([found[0]])
+            self._state.catalog.touch([found])
 
     def _is_continuing(self, manifest: SegmentManifest, appended: set[tuple[str, str]]) -> bool:
         """Whether a segment begins a conversation, or continues one here: else it could never be found.
