@@ -169,7 +169,7 @@ def build_cache(ctx: Any) -> Any:
         ranks_per_host=ranks_per_host,
         is_lossless=config.is_lossless,
     )
-    states = open_states(runner, pool, model, resolved)
+    states = open_states(runner, model, resolved, agreement)
     rotary = read_rotary_table(runner.model)
     file: BasesFile | None = None
     if config.strategy == SUBSPACE:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.adapter.unsupported import FOREIGN_STATE, STATE_SETTINGS
+from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
@@ -22,12 +24,12 @@ def has_states(runner: Any) -> bool:
 
 
 def open_states(
-    runner: Any, pool: DevicePool, target: ServedModel, settings: Mapping[str, Any]
+    runner: Any, target: ServedModel, settings: Mapping[str, Any], agreement: RankAgreement
 ) -> BoundaryStates | None:
     """The states of the recurrent layers of SGLang's model runner ``runner``, or its layers' windows; None if
     it has neither.
 
-    ``pool`` is that of its KV, ``settings`` are the resolved server arguments.
+    ``settings`` are the resolved server arguments. ``agreement`` joins the ranks that share the states.
 
     Raises:
         UnsupportedSetupError: for states, or settings, that krul cannot serve.
@@ -40,17 +42,16 @@ def open_states(
         if settings[name]:
             raise STATE_SETTINGS.error(f"{name} = {settings[name]!r}")
     of_requests = runner.req_to_token_pool
+    make = partial(BoundaryStates, rank=agreement.rank, num_ranks=agreement.num_ranks)
     if runner.is_hybrid_swa:
         if isinstance(of_requests, HybridReqToTokenPool):
             raise FOREIGN_STATE.error("with a pool of windows")
         windows = open_pool(runner.token_to_kv_pool.swa_kv_pool)
         num_pages = -(-runner.sliding_window_size // target.identity.page_size)
-        return BoundaryStates(windows, f"windows of {windows.format}", target, window_pages=num_pages)
+        return make(windows, f"windows of {windows.format}", target, window_pages=num_pages)
     of_states = of_requests.mamba_pool
     if type(of_requests) is not HybridReqToTokenPool or type(of_states) is not MambaPool:
         raise FOREIGN_STATE.error(f"{type(of_requests).__name__} with {type(of_states).__name__}")
-    if pool.is_latent:
-        raise FOREIGN_STATE.error("with latent KV, which ranks share")
     cache = of_states.mamba_cache
     others = {name for name, value in vars(cache).items() if value is not None} - {"conv", "temporal"}
     if type(cache) is not MambaPool.State or others or of_states._slot_siblings:
@@ -68,7 +69,7 @@ def open_states(
     states = DevicePool(
         first, second, num_tokens=of_states.size, element_type=torch.uint8, write=_refuse, scales=_no_scales
     )
-    return BoundaryStates(states, layout, target)
+    return make(states, layout, target)
 
 
 def _rows(layer: torch.Tensor) -> torch.Tensor:

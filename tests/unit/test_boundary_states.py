@@ -19,6 +19,7 @@ from krul_sglang.adapter.state_pool import open_states
 from krul_sglang.adapter.unsupported import UnsupportedSetupError
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common import boundary_states
+from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.boundary_states import BoundaryStates, StateSlot
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
@@ -35,6 +36,7 @@ from tests.support.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, PA
 OLD, NEW, OTHER = torch.tensor([1]), torch.tensor([4]), torch.tensor([5])
 """Slots of states: at the end of a turn, where it comes back, and of another prefix."""
 SETTINGS: dict[str, Any] = {"speculative_algorithm": None, "enable_streaming_session": False}
+ALONE = RankAgreement(None, 1)
 
 
 def make_runner(conv: Sequence[tuple[int, ...]] = ((8, 2),), temporal: tuple[int, ...] = (2, 3, 4)) -> Any:
@@ -63,8 +65,7 @@ class Hybrid:
         self.rig = Rig(PATIENCE_S)
         self.runner = make_runner(**shapes)
         self.cache = self.runner.req_to_token_pool.mamba_pool.mamba_cache
-        pool: Any = dataclasses.make_dataclass("Pool", ["is_latent"])(False)
-        states = open_states(self.runner, pool, ServedModel(self.rig.model), SETTINGS)
+        states = open_states(self.runner, ServedModel(self.rig.model), SETTINGS, ALONE)
         assert states is not None
         self.states: BoundaryStates = states
         self.saver = StateSaver(self.rig.store, states, self.rig.pool)
@@ -304,10 +305,18 @@ def test_other_states_and_settings_are_refused(
     shapes: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     rig = Rig(PATIENCE_S)
-    pool: Any = dataclasses.make_dataclass("Pool", ["is_latent"])(False)
     with pytest.raises(UnsupportedSetupError, match=message):
-        open_states(make_runner(**shapes), pool, ServedModel(rig.model), SETTINGS | settings)
+        open_states(make_runner(**shapes), ServedModel(rig.model), SETTINGS | settings, ALONE)
     rig.close()
+
+
+def test_ranks_that_have_the_same_kv_have_states_of_their_own(hybrid: Hybrid) -> None:
+    """Of latent KV, whose identity is that of a single rank."""
+    agreement = SimpleNamespace(rank=1, num_ranks=2)
+    states = open_states(hybrid.runner, ServedModel(hybrid.rig.model), SETTINGS, agreement)  # type: ignore[arg-type]
+    assert states is not None
+    assert (hybrid.rig.model.tp_rank, hybrid.rig.model.tp_size) == (0, 1)
+    assert (states.identity.tp_rank, states.identity.tp_size) == (1, 2)
 
 
 def test_token_ids_are_those_of_the_boundary(hybrid: Hybrid) -> None:
@@ -398,8 +407,7 @@ class Windowed:
             # SGLang's is without the token itself.
             sliding_window_size=num_pages * PAGE_SIZE - 1,
         )
-        pool: Any = dataclasses.make_dataclass("Pool", ["is_latent"])(False)
-        states = open_states(runner, pool, ServedModel(self.rig.model), SETTINGS)
+        states = open_states(runner, ServedModel(self.rig.model), SETTINGS, ALONE)
         assert states is not None
         self.states: BoundaryStates = states
         self.saver = StateSaver(self.rig.store, states, self.rig.pool)

@@ -1,8 +1,9 @@
-"""Torch versions of the kernels that Qwen3-Next's layers with a gated delta rule need, for servers without an
-accelerator.
+"""Torch versions of the kernels that layers with a gated delta rule need, Qwen3-Next's and Kimi-Linear's, for
+servers without an accelerator.
 
 SGLang's own are Triton kernels. The functions here have their contracts: what is written, and where. The rule
-is that of Gated DeltaNet (arXiv 2412.06464), section 3.
+is that of Gated DeltaNet (arXiv 2412.06464), section 3, or of Kimi Delta Attention (KDA, arXiv 2510.26692),
+section 3, which has a decay for each channel of a key.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CHUNK_TOKENS = 64
 def install() -> None:
     """Have SGLang take these functions where it would take its Triton kernels. Safe to call again."""
     from sglang.kernels.ops.attention import triton_gdn_fused_proj
-    from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent
+    from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent, kda
     from sglang.kernels.ops.attention.linear import fused_gdn_gating
     from sglang.kernels.ops.elementwise import elementwise
     from sglang.kernels.ops.mamba import mamba_state_scatter_triton
@@ -32,7 +33,11 @@ def install() -> None:
         triton_gdn_fused_proj: {"fused_qkvzba_split_reshape_cat": split_projections},
         fused_gdn_gating: {"fused_gdn_gating": compute_gates},
         chunk: {"chunk_gated_delta_rule": extend_prompts},
-        fused_recurrent: {"fused_recurrent_gated_delta_rule_packed_decode": decode_next},
+        kda: {"chunk_kda": extend_kda_prompts},
+        fused_recurrent: {
+            "fused_recurrent_gated_delta_rule_packed_decode": decode_next,
+            "fused_recurrent_kda_packed_decode": decode_next,
+        },
         fused_norm_gate: {"rms_norm_gated": normalize_gated},
         elementwise: {"fused_gate_sigmoid_mul_add": add_shared_expert},
         mamba_state_scatter_triton: {
@@ -66,22 +71,23 @@ def delta_rule(
 
     With ``c`` the sums of ``log_decay``, and ``S`` as before the first token::
 
-        u[t] = beta[t] * (v[t] - exp(c[t]) k[t] S - sum_{i < t} exp(c[t] - c[i]) (k[t] . k[i]) u[i])
+        u[t] = beta[t] * (v[t] - exp(c[t]) k[t] S - sum_{i < t} (exp(c[t] - c[i]) k[t] . k[i]) u[i])
 
     This is a triangular system of equations for ``u``.
 
     Args:
         state: ``S`` transposed, ``[..., V, K]``, as SGLang stores it.
         q, k: ``[..., T, K]``, of length one (queries may be scaled); v: ``[..., T, V]``.
-        log_decay, beta: ``[..., T]``.
+        log_decay: ``[..., T, C]``, where ``C`` is ``K``, or 1 if all channels of a key have one decay.
+        beta: ``[..., T]``.
 
     Returns:
         ``o`` (``[..., T, V]``), and the state after the last token.
     """
     decay, since_start = find_decays(log_decay)
     beta = beta[..., None]
-    overlap = beta * decay * (k @ k.mT)
-    unknown = beta * (v - since_start * (k @ state.mT))
+    overlap = beta * _overlap(k, k, decay)
+    unknown = beta * (v - (since_start * k) @ state.mT)
     learned = torch.linalg.solve_triangular(overlap, unknown, upper=False, unitriangular=True)
     return read_and_write(state, q, k, learned, decay, since_start)
 
@@ -90,12 +96,21 @@ def find_decays(log_decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute which share of what a token writes is left at each later token, and which share of the state
     before the first token is.
 
-    ``log_decay`` is ``[..., T]``, the results ``[..., T, T]`` (later, earlier token) and ``[..., T, 1]``.
+    ``log_decay`` is ``[..., T, C]``, the results ``[..., T, T, C]`` (later, earlier token) and
+    ``[..., T, C]``.
     """
-    sums = log_decay.cumsum(-1)
-    # Zero before exp: it could overflow above.
-    decay = (sums[..., :, None] - sums[..., None, :]).tril().exp().tril()
-    return decay, sums.exp()[..., None]
+    sums = log_decay.cumsum(-2)
+    # Before exp, which could overflow above the diagonal.
+    is_earlier = torch.ones(sums.shape[-2], sums.shape[-2], dtype=torch.bool).tril()[..., None]
+    differences = sums[..., :, None, :] - sums[..., None, :, :]
+    return differences.where(is_earlier, -torch.inf).exp(), sums.exp()
+
+
+def _overlap(q: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """The product of each query with the earlier keys, as they have decayed: ``[..., T, T]``."""
+    if decay.shape[-1] == 1:
+        return decay[..., 0] * (q @ k.mT)
+    return torch.einsum("...tk,...sk,...tsk->...ts", q, k, decay)
 
 
 def read_and_write(
@@ -110,8 +125,8 @@ def read_and_write(
 
     The rest, and the results, are those of ``delta_rule`` and ``find_decays``.
     """
-    output = since_start * (q @ state.mT) + (decay * (q @ k.mT)) @ values
-    written = values.mT @ (decay[..., -1, :, None] * k)
+    output = (since_start * q) @ state.mT + _overlap(q, k, decay) @ values
+    written = values.mT @ (decay[..., -1, :, :] * k)
     return output, since_start[..., -1:, :] * state + written
 
 
@@ -130,7 +145,8 @@ def extend_prompts(
     """Apply the gated delta rule to new tokens of several requests, which lie one after another.
 
     Args:
-        q, k: ``[1, T, H, K]``, not normalized; v: ``[1, T, HV, V]``; g, beta: ``[1, T, HV]``.
+        q, k: ``[1, T, H, K]``, not normalized; v: ``[1, T, HV, V]``; beta: ``[1, T, HV]``.
+        g: ``[1, T, HV]``, or ``[1, T, HV, K]`` with a decay for each channel.
         initial_state: ``[slots, HV, V, K]``. Those of the requests are written; SGLang clears new ones.
         initial_state_indices: ``[batch]``, the requests' slots.
         cu_seqlens: ``[batch + 1]``, where each request begins.
@@ -140,7 +156,7 @@ def extend_prompts(
     """
     output, states = torch.zeros_like(v), []
     # [1, T, HV, ...] -> [HV, T, ...]
-    inputs = [x[0].transpose(0, 1) for x in (*_heads(q, k, v), g, beta)]
+    inputs = [x[0].transpose(0, 1) for x in (*_heads(q, k, v), g.reshape(*beta.shape, -1), beta)]
     bounds = cu_seqlens.tolist()
     for slot, start, end in zip(initial_state_indices.tolist(), bounds, bounds[1:], strict=False):
         if slot == PAD_SLOT:
@@ -155,6 +171,41 @@ def extend_prompts(
     return output, None, torch.stack(states)[None] if states else initial_state[None, :0]
 
 
+def extend_kda_prompts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor,
+    A_log: torch.Tensor,  # noqa: N803
+    dt_bias: torch.Tensor,
+    lower_bound: None,
+    beta_is_raw: bool,
+    output_intermediate_states: bool,
+    track_state: torch.Tensor | None,
+    track_chunk_idx: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``extend_prompts`` with a decay for each channel, whose gates are not computed yet.
+
+    ``g`` is ``[1, T, HV, K]`` and ``dt_bias`` ``[HV * K]``. ``track_state`` (``[batch, HV, V, K]``) is given
+    the state before chunk ``track_chunk_idx`` (``[batch]``) of each request, where that is not negative.
+
+    Returns what ``extend_prompts`` does; the states only with ``output_intermediate_states``.
+    """
+    assert lower_bound is None
+    assert beta_is_raw
+    gates = compute_gates(A_log.view(-1, 1), g[0], beta[0], dt_bias.view(g.shape[2:]))
+    output, _, states = extend_prompts(q, k, v, *gates, cu_seqlens=cu_seqlens, **options)
+    if track_state is not None and track_chunk_idx is not None:
+        chunks = -(cu_seqlens.diff() // -CHUNK_TOKENS)
+        rows = (track_chunk_idx >= 0).nonzero()[:, 0]
+        track_state[rows] = states[0, (chunks.cumsum(0) - chunks + track_chunk_idx)[rows]]
+    return (output, states) if output_intermediate_states else output
+
+
 def decode_next(
     mixed_qkv: torch.Tensor,
     a: torch.Tensor,
@@ -166,13 +217,16 @@ def decode_next(
     out: torch.Tensor,
     ssm_state_indices: torch.Tensor,
     use_qk_l2norm_in_kernel: bool,
+    lower_bound: None = None,
 ) -> None:
     """Apply the gated delta rule to the next token of each request.
 
     ``mixed_qkv`` (``[batch, 2 * H * K + HV * V]``) has queries, then keys, then values; ``a`` and ``b``
-    (``[batch, HV]``) make gates. ``initial_state`` is written, as by ``extend_prompts``, and ``out``
-    (``[batch, 1, HV, V]``); ``ssm_state_indices`` (``[batch]``) are the slots.
+    (``[batch, HV]``) make gates, ``a`` (``[batch, HV * K]``) and ``dt_bias`` those of each channel, if there
+    are. ``initial_state`` is written, as by ``extend_prompts``, and ``out`` (``[batch, 1, HV, V]``);
+    ``ssm_state_indices`` (``[batch]``) are the slots.
     """
+    assert lower_bound is None
     num_heads, v_dim, k_dim = initial_state.shape[1:]
     rows = (ssm_state_indices != PAD_SLOT).nonzero()[:, 0]
     slots = ssm_state_indices[rows].long()
@@ -180,7 +234,8 @@ def decode_next(
     qk, v = mixed_qkv[rows, :end_of_keys], mixed_qkv[rows, end_of_keys:]
     q, k = qk.view(len(rows), 2, -1, k_dim).unbind(1)
     inputs = _heads(q, k, v.view(len(rows), num_heads, v_dim))
-    gates = compute_gates(A_log, a[rows], b[rows], dt_bias)
+    a, dt_bias = (x.view(*x.shape[:-1], num_heads, -1) for x in (a[rows], dt_bias))
+    gates = compute_gates(A_log[:, None], a, b[rows], dt_bias)
     # [batch, HV, ...] -> [batch, HV, 1, ...]
     of_token = [x[:, :, None] for x in (*inputs, *(gate[0] for gate in gates))]
     result, states = delta_rule(initial_state[slots].float(), *of_token)
@@ -206,7 +261,9 @@ def compute_gates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logarithm of each token's decay, and what part of its value is learned: float32 ``[1, T, HV]``.
 
-    ``a`` and ``b`` are ``[T, HV]``, ``log_rate`` (``A_log``) and ``dt_bias`` ``[HV]``.
+    ``a`` and ``b`` are ``[T, HV]``, ``log_rate`` (``A_log``) and ``dt_bias`` ``[HV]``. A decay of each
+    channel is ``[1, T, HV, K]``: then ``a`` is ``[T, HV, K]``, ``log_rate`` ``[HV, 1]``, and ``dt_bias``
+    ``[HV, K]``.
     """
     log_decay = -log_rate.float().exp() * F.softplus(a.float() + dt_bias.float())
     return log_decay[None], b.float().sigmoid()[None]
@@ -248,9 +305,10 @@ def normalize_gated(
     eps: float,
     **options: Any,
 ) -> torch.Tensor:
-    """RMS norm of each row of ``x``, multiplied with the gates ``g``: ``[rows, V]`` each."""
-    assert activation in ("silu", "swish"), activation
-    return (F.rms_norm(x.float(), weight.shape, weight.float(), eps) * F.silu(g.float())).to(x.dtype)
+    """RMS norm of each row of ``x``, multiplied with the gates ``g``: ``[..., V]`` each."""
+    assert activation in ("silu", "swish", "sigmoid"), activation
+    gate = g.float().sigmoid() if activation == "sigmoid" else F.silu(g.float())
+    return (F.rms_norm(x.float(), weight.shape, weight.float(), eps) * gate).to(x.dtype)
 
 
 def add_shared_expert(

@@ -60,7 +60,7 @@ def scan(
     repeats = x.shape[-3] // b.shape[-3]
     b, c = (each.float().repeat_interleave(repeats, dim=-3) for each in (b, c))
     x, steps = x.float(), F.softplus(dt.float() + dt_bias.float()[:, None])
-    decay, since_start = find_decays(steps * rate.float()[:, None])
+    decay, since_start = find_decays((steps * rate.float()[:, None])[..., None])
     y, state = read_and_write(state, c, b, steps[..., None] * x, decay, since_start)
     return y + skip.float()[:, None, None] * x, state
 
