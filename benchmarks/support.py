@@ -80,6 +80,12 @@ SERVED = (
         "state that SGLang keeps there",
         "tests/integration/test_hybrid_serving.py",
     ),
+    Served(
+        "recurrent layers and --speculative-algorithm: Qwen3-Next and Nemotron-H with NGRAM and "
+        "--speculative-ngram-max-bfs-breadth 4, --page-size 1; Qwen3-Next with NEXTN, drafts of its own "
+        "checkpoint (MTP), --speculative-eagle-topk 1, --page-size 1 and 16",
+        "tests/integration/test_hybrid_serving.py",
+    ),
     Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),
     Served("--page-size 1, 16, 64", "tests/integration/test_restoring.py"),
     Served("--chunked-prefill-size", "tests/integration/test_restoring.py"),
@@ -126,7 +132,8 @@ UNTESTED = (
     ),
     Untested(
         "recurrent layers other than those of LFM2, Qwen3-Next and Nemotron-H; "
-        "--mamba-radix-cache-strategy extra_buffer_lazy",
+        "--mamba-radix-cache-strategy extra_buffer_lazy; recurrent layers and STANDALONE, EAGLE3, or "
+        "--speculative-eagle-topk over 1",
         "boundaries are where SGLang's tree has states; the bytes of a state against those of KV",
     ),
     Untested(
@@ -136,7 +143,8 @@ UNTESTED = (
     Untested("adapters that are loaded while the server runs", "each has an id that nothing else has"),
     Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
     Untested(
-        "drafts of the target's own checkpoint (MTP); --speculative-eagle-topk over 1 with larger pages",
+        "drafts of the target's own checkpoint (MTP) other than Qwen3-Next's; --speculative-eagle-topk over "
+        "1 with larger pages",
         "a draft's pool must be one that krul knows, too",
     ),
     Untested(

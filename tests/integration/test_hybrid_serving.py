@@ -11,9 +11,10 @@ import httpx
 import pytest
 import torch
 
-from demo.server import ServerProcess
+from demo.server import ServerError, ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
+    NGRAM,
     NUM_TURNS,
     POOL_TOKENS,
     STRICT,
@@ -22,6 +23,8 @@ from tests.support.scenario import (
     Played,
     abort_side_by_side,
     ask,
+    ask_again,
+    assert_aborts_leave_nothing,
     assert_nothing_left_behind,
     assert_same,
     play,
@@ -35,7 +38,12 @@ from tests.support.scenario import (
     wait_until_idle,
 )
 from tests.support.server_plugin import LEFT_OUT_STATES, SPOILED_STATES, faulty_loads
-from tests.support.tiny_model import build_delta_rule_model, build_hybrid_model, build_mamba_model
+from tests.support.tiny_model import (
+    build_delta_rule_model,
+    build_hybrid_model,
+    build_mamba_model,
+    build_mtp_model,
+)
 
 # SGLang keeps no states amid prompts here, and so takes no larger pages and no overlap. Prompts are cut alike
 # everywhere: short convolutions make much of a rounding.
@@ -265,3 +273,68 @@ def test_states_amid_prompts_allow_larger_pages_and_overlap(
     assert branched.from_prompt.host_tokens == FIRST_TURN // 64 * 64
     assert stats["states"]["restored"] >= 8
     assert (stats["states"]["failed_loads"], stats["num_leases"]) == (0, 0)
+
+
+LARGER_PAGES = ("--page-size", "16", "--chunked-prefill-size", "256")
+TREES = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "4")
+MTP = (
+    *("--speculative-algorithm", "NEXTN"),
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
+DRAFTING = {
+    "NGRAM, delta rule": (build_delta_rule_model, (*ARGS, *TREES)),
+    "NGRAM, Mamba-2": (build_mamba_model, (*ARGS, *TREES)),
+    "MTP, delta rule": (build_mtp_model, (*ARGS, *MTP)),
+    "MTP, delta rule, states amid prompts": (build_mtp_model, (*LARGER_PAGES, *MTP)),
+}
+
+
+def ask_with_overshoot(server: ServerProcess) -> list[Answer]:
+    """A prompt again, with another salt. Its answer is drafted, and ends before what is accepted does."""
+    prompt = random_prompt("overshoot", FIRST_TURN)
+    answers = [ask(server, prompt, max_new_tokens=10, cache_salt=salt) for salt in ("one", "other")]
+    push_out(server, num_tokens=POOL_TOKENS, seed="overshoot")
+    history = [*prompt, *answers[1].output_ids, *random_prompt("behind", 20)]
+    return [*answers, ask(server, history, max_new_tokens=10, cache_salt="other")]
+
+
+@pytest.mark.parametrize(("build_model", "args"), DRAFTING.values(), ids=DRAFTING)
+def test_states_are_those_of_boundaries_also_where_drafts_were_accepted(
+    build_model: Callable[[Path], Path],
+    args: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(*EXACT)
+    model = build_model(tmp_path / "model")
+    never_evicts = ("--dtype", "float32", "--max-total-tokens", "16384", "--enable-cache-report")
+    undrafted = args[: args.index("--speculative-algorithm")]
+    with ForkedServer(model, args=(*never_evicts, *undrafted)) as server:
+        kept, overshot = play_all(server, evict=False), ask_with_overshoot(server)
+    for fails in (False, True):
+        env = {**STRICT, **(faulty_loads("load-error") if fails else {})}
+        with ForkedServer(model, args=(*small_krul_server_args(POOL_TOKENS, {}), *args), env=env) as server:
+            played = play_all(server, evict=True)
+            again = ask_again(server, played.turns, evict=True)
+            overshot_again = ask_with_overshoot(server)
+            stats = settled_stats(server)
+            assert_aborts_leave_nothing(server, can_fail=fails)
+        assert_close(kept.all(), played.all())
+        assert [answer.output_ids for answer in again] == [answer.output_ids for answer in kept.turns]
+        assert_close(overshot, overshot_again)
+        assert sum(answer.num_accepted for answer in again) > 4 * NUM_TURNS
+        assert stats["states"]["restored"] > 5
+        assert (stats["restore"]["forward"]["rescued_requests"] > 0) == fails
+        if not fails:
+            assert min(answer.host_tokens for answer in (*played.turns[1:], *again[1:])) > 500
+        if not fails and "NGRAM" in args:
+            # What was accepted behind the answer's end has changed its state: that of the prompt is the last.
+            assert overshot_again[2].host_tokens == FIRST_TURN
+
+
+def test_drafts_that_part_are_refused_where_sglang_takes_them_for_a_chain(model: Path) -> None:
+    is_of_convolutions = "Lfm2" in (model / "config.json").read_text()
+    breadth = "4" if is_of_convolutions else "1"
+    with pytest.raises(ServerError, match="if each draft followed the one before it"):  # noqa: SIM117
+        with serving(model, (*NGRAM, "--speculative-ngram-max-bfs-breadth", breadth)):
+            pass
