@@ -81,9 +81,9 @@ SERVED = (
         "tests/integration/test_hybrid_serving.py",
     ),
     Served(
-        "recurrent layers and --speculative-algorithm: Qwen3-Next and Nemotron-H with NGRAM and "
-        "--speculative-ngram-max-bfs-breadth 4, --page-size 1; Qwen3-Next with NEXTN, drafts of its own "
-        "checkpoint (MTP), --speculative-eagle-topk 1, --page-size 1 and 16",
+        "recurrent layers and --speculative-algorithm NGRAM: Qwen3-Next and Nemotron-H, with "
+        "--speculative-ngram-max-bfs-breadth 4 and --page-size 1; NEXTN: Qwen3-Next with drafts of its own "
+        "checkpoint (MTP), --speculative-eagle-topk 1 and --page-size 1, 16",
         "tests/integration/test_hybrid_serving.py",
     ),
     Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),
