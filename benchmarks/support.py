@@ -85,6 +85,12 @@ SERVED = (
         "there; so with extra_buffer_lazy, seen with Qwen3-Next and Nemotron-H",
         "tests/integration/test_hybrid_serving.py",
     ),
+    Served(
+        "recurrent layers and --speculative-algorithm NGRAM: Qwen3-Next and Nemotron-H, with "
+        "--speculative-ngram-max-bfs-breadth 4 and --page-size 1; NEXTN: Qwen3-Next with drafts of its own "
+        "checkpoint (MTP), --speculative-eagle-topk 1 and --page-size 1, 16",
+        "tests/integration/test_hybrid_serving.py",
+    ),
     Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),
     Served("--page-size 1, 16, 64", "tests/integration/test_restoring.py"),
     Served("--chunked-prefill-size", "tests/integration/test_restoring.py"),
@@ -132,7 +138,8 @@ UNTESTED = (
     ),
     Untested(
         "recurrent layers of models other than LFM2, Qwen3-Next, Kimi-Linear, Nemotron-H, Granite-4 and "
-        "Falcon-H1; Kimi-Linear and Granite-4 with experts",
+        "Falcon-H1; Kimi-Linear and Granite-4 with experts; recurrent layers and STANDALONE, EAGLE3, or "
+        "--speculative-eagle-topk over 1",
         "boundaries are where SGLang's tree has states; the bytes of a state against those of KV",
     ),
     Untested(
@@ -142,7 +149,8 @@ UNTESTED = (
     Untested("adapters that are loaded while the server runs", "each has an id that nothing else has"),
     Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
     Untested(
-        "drafts of other targets' own checkpoints (MTP); --speculative-eagle-topk over 1 with larger pages",
+        "drafts of targets' own checkpoints (MTP) other than DeepSeek-V3's and Qwen3-Next's; "
+        "--speculative-eagle-topk over 1 with larger pages",
         "a draft's pool must be one that krul knows, too",
     ),
     Untested(

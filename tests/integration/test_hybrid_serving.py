@@ -13,10 +13,11 @@ import httpx
 import pytest
 import torch
 
-from demo.server import ServerProcess
+from demo.server import ServerError, ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     LOGPROBS_WITHIN,
+    NGRAM,
     NUM_TURNS,
     POOL_TOKENS,
     STRICT,
@@ -25,6 +26,8 @@ from tests.support.scenario import (
     Played,
     abort_side_by_side,
     ask,
+    ask_again,
+    assert_aborts_leave_nothing,
     assert_nothing_left_behind,
     assert_same,
     play,
@@ -44,6 +47,7 @@ from tests.support.tiny_model import (
     build_hybrid_model,
     build_kimi_model,
     build_mamba_model,
+    build_mtp_model,
     build_parallel_model,
     build_window_pool_model,
 )
@@ -335,3 +339,67 @@ def test_failed_loads_are_computed_from_the_state_before(
     assert stats["restore"]["forward"]["rescued_requests"] > 0
     assert stats["states"]["restored"] > 0
     assert stats["num_leases"] == 0
+
+
+TREES = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "4")
+MTP = (
+    *("--speculative-algorithm", "NEXTN"),
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
+DRAFTING = {
+    "NGRAM, delta rule": (FAMILIES["delta rule"], TREES),
+    "NGRAM, Mamba-2": (FAMILIES["Mamba-2"], TREES),
+    "MTP, delta rule": (Family(build_mtp_model), MTP),
+    "MTP, delta rule with buffer": (_with_buffer(build_mtp_model), MTP),
+}
+
+
+def ask_with_overshoot(server: ServerProcess) -> list[Answer]:
+    """A prompt again, with another salt. Its answer is drafted, and ends before what is accepted does."""
+    prompt = random_prompt("overshoot", PROMPT)
+    answers = [ask(server, prompt, max_new_tokens=10, cache_salt=salt) for salt in ("one", "other")]
+    push_out(server, num_tokens=POOL_TOKENS, seed="overshoot")
+    history = [*prompt, *answers[1].output_ids, *random_prompt("behind", 20)]
+    return [*answers, ask(server, history, max_new_tokens=10, cache_salt="other")]
+
+
+@pytest.mark.parametrize(("drafting", "speculation"), DRAFTING.values(), ids=DRAFTING)
+def test_states_are_those_of_boundaries_also_where_drafts_were_accepted(
+    drafting: Family, speculation: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in drafting.env.items():
+        monkeypatch.setenv(name, value)
+    model, same = drafting.build(tmp_path / "model"), partial(assert_same, within=drafting.within)
+    never_evicts = ("--dtype", "float32", "--max-total-tokens", "16384", "--enable-cache-report")
+    with ForkedServer(model, args=(*never_evicts, *drafting.args)) as server:
+        kept, overshot = play_all(server, evict=False), ask_with_overshoot(server)
+    for fails in (False, True):
+        env = {**STRICT, **(faulty_loads("load-error") if fails else {})}
+        args = (*small_krul_server_args(POOL_TOKENS, {}), *drafting.args, *speculation)
+        with ForkedServer(model, args=args, env=env) as server:
+            played = play_all(server, evict=True)
+            again = ask_again(server, played.turns, evict=True)
+            overshot_again = ask_with_overshoot(server)
+            stats = settled_stats(server)
+            assert_aborts_leave_nothing(server, can_fail=fails)
+        same(kept.all(), played.all())
+        assert [answer.output_ids for answer in again] == [answer.output_ids for answer in kept.turns]
+        same(overshot, overshot_again)
+        assert sum(answer.num_accepted for answer in again) > 4 * NUM_TURNS
+        assert stats["states"]["restored"] > 5
+        assert (stats["restore"]["forward"]["rescued_requests"] > 0) == fails
+        if not fails:
+            assert min(answer.host_tokens for answer in (*played.turns[1:], *again[1:])) > 500
+        if not fails and speculation == TREES:
+            # What was accepted behind the answer's end has changed its state: that of the prompt is the last.
+            assert overshot_again[2].host_tokens == PROMPT
+
+
+@pytest.mark.parametrize("family", list(FAMILIES)[:3], indirect=True)
+def test_drafts_that_part_are_refused_where_sglang_takes_them_for_a_chain(
+    serve: Serve, family: Family
+) -> None:
+    breadth = "4" if family.build is build_hybrid_model else "1"
+    with pytest.raises(ServerError, match="if each draft followed the one before it"):  # noqa: SIM117
+        with serve((*NGRAM, "--speculative-ngram-max-bfs-breadth", breadth)):
+            pass

@@ -445,6 +445,32 @@ def _save_recurrent(path: Path, architecture: type[PreTrainedModel], config: Pre
     model.save_pretrained(path)
 
 
+def build_mtp_model(path: Path) -> Path:
+    """As ``build_delta_rule_model``, with a draft (MTP) in its checkpoint that is right more often than not.
+
+    As with ``build_eagle_pair``, a layer that both have decides most: the first with attention.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    build_delta_rule_model(path)
+    weights = load_file(path / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    embedding /= embedding.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3)
+    for name, tensor in weights.items():
+        is_output = name.endswith(("o_proj.weight", "down_proj.weight", "linear_attn.out_proj.weight"))
+        if is_output and ".layers.1." not in name:
+            tensor *= 0.1
+    for name in [name for name in weights if name.startswith("model.layers.1.")]:
+        weights[name.replace("model.layers.1.", "mtp.layers.0.")] = weights[name].clone()
+    identity = torch.eye(embedding.shape[1])
+    weights["mtp.fc.weight"] = torch.cat([identity, 0.02 * identity], dim=1)
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        weights[f"mtp.{name}.weight"] = torch.zeros(len(identity))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 _IMAGE_TEMPLATE = (

@@ -35,7 +35,11 @@ from tests.support.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, PA
 
 OLD, NEW, OTHER = torch.tensor([1]), torch.tensor([4]), torch.tensor([5])
 """Slots of states: at the end of a turn, where it comes back, and of another prefix."""
-SETTINGS: dict[str, Any] = {"speculative_algorithm": None, "enable_streaming_session": False}
+SETTINGS: dict[str, Any] = {
+    "speculative_algorithm": None,
+    "speculative_eagle_topk": None,
+    "enable_streaming_session": False,
+}
 ALONE = RankAgreement(None, 1)
 
 
@@ -297,7 +301,12 @@ def test_a_slot_is_reset_to_what_was_before(hybrid: Hybrid) -> None:
     ("shapes", "settings", "message"),
     [
         ({"conv": ((8, 2), (4, 2), (4, 2))}, {}, "4 parts"),
-        ({}, {"speculative_algorithm": "NGRAM"}, "speculative_algorithm"),
+        ({}, {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 1}, "NGRAM of 1 branches"),
+        (
+            {"temporal": (0, 0, 0)},
+            {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 2},
+            "EAGLE of 2 branches, 1 parts",
+        ),
         ({}, {"enable_streaming_session": True}, "enable_streaming_session"),
     ],
 )
@@ -317,6 +326,38 @@ def test_ranks_that_have_the_same_kv_have_states_of_their_own(hybrid: Hybrid) ->
     assert states is not None
     assert (hybrid.rig.model.tp_rank, hybrid.rig.model.tp_size) == (0, 1)
     assert (states.identity.tp_rank, states.identity.tp_size) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("temporal", "settings"),
+    [
+        ((2, 3, 4), {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 4}),
+        ((2, 3, 4), {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}),
+        ((0, 0, 0), {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1}),
+    ],
+)
+def test_states_of_drafted_tokens_are_none_of_boundaries(
+    temporal: tuple[int, ...], settings: dict[str, Any]
+) -> None:
+    """The pool has them beside those of requests. What is stored has the size and the name that it has
+    without them."""
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    rig, runner = Rig(PATIENCE_S), make_runner(temporal=temporal)
+    without = open_states(runner, ServedModel(rig.model), SETTINGS, ALONE)
+    of_requests = runner.req_to_token_pool.mamba_pool
+    parts = of_requests.mamba_cache
+    of_requests.mamba_cache = MambaPool.SpeculativeState(
+        conv=parts.conv,
+        temporal=parts.temporal,
+        intermediate_ssm=torch.zeros(2, 3, 4, *temporal),
+        intermediate_conv_window=[torch.zeros(2, 3, 4, 8, 2)],
+    )
+    states = open_states(runner, ServedModel(rig.model), SETTINGS | settings, ALONE)
+    assert states is not None
+    assert without is not None
+    assert (states.num_bytes, states.identity) == (without.num_bytes, without.identity)
+    rig.close()
 
 
 def test_token_ids_are_those_of_the_boundary(hybrid: Hybrid) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +135,57 @@ class Rig:
         )
         return self.finish(core[:, 0], z)
 
+    def verify(
+        self, hidden: torch.Tensor, slots: torch.Tensor, accepted: torch.Tensor, tree: Any
+    ) -> torch.Tensor:
+        """Outputs of drafted tokens ``[batch, n, HIDDEN]``; then the states after ``accepted`` are kept."""
+        batch, num_drafted, _ = hidden.shape
+        qkv, z, b, a = self.project(hidden.flatten(0, 1))
+        caches = SimpleNamespace(
+            conv=[self.conv[None]],
+            temporal=self.recurrent[None],
+            intermediate_conv_window=[torch.zeros(1, SLOTS, num_drafted, *self.conv.shape[1:])],
+            intermediate_ssm=torch.zeros(1, SLOTS, num_drafted, HEADS, V, K),
+        )
+        rows = torch.arange(SLOTS)
+        if tree is not None:
+            links = [torch.tensor(link).expand(batch, -1) for link in tree]
+            names = ("retrieve_next_token", "retrieve_next_sibling")
+            tree = dict(zip(names, links, strict=True)) | {
+                "retrieve_parent_token": torch.empty_like(links[0])
+            }
+        qkv = convolve_next(
+            qkv.view(batch, num_drafted, -1).transpose(1, 2),
+            self.conv,
+            self.weight,
+            None,
+            "silu",
+            conv_state_indices=slots,
+            intermediate_conv_window=caches.intermediate_conv_window[0][0],
+            intermediate_state_indices=rows[:batch],
+            **(tree or {}),
+        )
+        qkv = qkv.transpose(1, 2).view(batch * num_drafted, -1)
+        q, k, v = qkv.split([KEY_HEADS * K, KEY_HEADS * K, HEADS * V], dim=-1)
+        q, k, v = (x.unflatten(1, (-1, dim))[None] for x, dim in ((q, K), (k, K), (v, V)))
+        core = cpu_delta_rule.verify_drafts(
+            A_log=self.layer.A_log,
+            dt_bias=self.layer.dt_bias,
+            q=q,
+            k=k,
+            v=v,
+            a=a,
+            b=b,
+            initial_state_source=self.recurrent,
+            initial_state_indices=slots,
+            cu_seqlens=torch.arange(batch + 1) * num_drafted,
+            intermediate_states_buffer=caches.intermediate_ssm[0],
+            intermediate_state_indices=rows,
+            retrieve_parent_token=None if tree is None else tree["retrieve_parent_token"],
+        )
+        cpu_delta_rule.commit_drafts(caches, slots, accepted, None, None)
+        return self.finish(core[0], z).view(batch, num_drafted, HIDDEN)
+
 
 class KimiRig(Rig):
     """As ``Rig``, of Kimi-Linear."""
@@ -205,6 +257,35 @@ def test_prompts_that_are_cut_and_decoded_equal_transformers(
         torch.testing.assert_close(torch.cat(found), expected.view(len(of_request), -1), rtol=1e-4, atol=1e-5)
     for states, before in zip((rig.conv, rig.recurrent), untouched, strict=True):
         assert torch.equal(states[[0, 1, 3, 5]], before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("tree", "paths"),
+    [
+        (None, [[0, 1, 2, 3, 4]]),
+        # First children, and next siblings.
+        (([1, 3, 4, -1, -1], [-1, 2, -1, -1, -1]), [[0, 1, 3], [0, 2, 4]]),
+    ],
+    ids=["chain", "tree"],
+)
+def test_drafts_are_computed_along_their_paths(config: Any, tree: Any, paths: list[list[int]]) -> None:
+    """Of two requests, which accept other tokens; what is not accepted leaves nothing."""
+    prompts, drafts = torch.randn(2, 7, HIDDEN), torch.randn(2, 5, HIDDEN)
+    rig, slots = Rig(config), [2, 4]
+    rig.extend(list(prompts), slots, [False, False])
+    accepted = [paths[-1][1], paths[0][-1]]
+    outputs = rig.verify(drafts, torch.tensor(slots), torch.tensor(accepted), tree)
+    for path in paths:
+        for request, slot in enumerate(slots):
+            along = Rig(config)
+            along.extend([prompts[request]], [slot], [False])
+            for token in path:
+                found = along.decode(drafts[request, token][None], [slot])[0]
+                torch.testing.assert_close(outputs[request, token], found, rtol=1e-4, atol=1e-5)
+                if token == accepted[request]:
+                    for states, expected in ((rig.conv, along.conv), (rig.recurrent, along.recurrent)):
+                        torch.testing.assert_close(states[slot], expected[slot], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from krul_sglang.adapter.platforms.cpu_convolution import PAD_SLOT
+from krul_sglang.adapter.platforms.cpu_convolution import PAD_SLOT, DraftStates
 
 CHUNK_TOKENS = 64
 """Tokens of a prompt that are computed together."""
@@ -25,7 +25,7 @@ def install() -> None:
     """Have SGLang take these functions where it would take its Triton kernels. Safe to call again."""
     from sglang.kernels.ops.attention import triton_gdn_fused_proj
     from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent, kda
-    from sglang.kernels.ops.attention.linear import fused_gdn_gating
+    from sglang.kernels.ops.attention.linear import fused_gdn_gating, fused_sigmoid_gating_recurrent
     from sglang.kernels.ops.elementwise import elementwise
     from sglang.kernels.ops.mamba import mamba_state_scatter_triton
 
@@ -38,11 +38,13 @@ def install() -> None:
             "fused_recurrent_gated_delta_rule_packed_decode": decode_next,
             "fused_recurrent_kda_packed_decode": decode_next,
         },
+        fused_sigmoid_gating_recurrent: {"fused_sigmoid_gating_delta_rule_update": verify_drafts},
         fused_norm_gate: {"rms_norm_gated": normalize_gated},
         elementwise: {"fused_gate_sigmoid_mul_add": add_shared_expert},
         mamba_state_scatter_triton: {
             "track_mamba_states_all_layers": snapshot_states,
             "track_mamba_states_if_needed": snapshot_states,
+            "scatter_mamba_states_after_mtp_verify": commit_drafts,
         },
     }
     # Models may have been imported already, and have taken kernels by name.
@@ -244,6 +246,46 @@ def decode_next(
     out[rows] = result.transpose(1, 2).to(out.dtype)
 
 
+def verify_drafts(
+    *,
+    A_log: torch.Tensor,  # noqa: N803
+    dt_bias: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    initial_state_source: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    intermediate_states_buffer: torch.Tensor,
+    intermediate_state_indices: torch.Tensor,
+    retrieve_parent_token: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Apply the gated delta rule to ``n`` drafted tokens of each request, each behind those on its path.
+
+    No request's state changes. The one after each token is written to ``intermediate_states_buffer``
+    (``[rows, n or more, HV, V, K]``), of which ``intermediate_state_indices`` (``[batch]``) are the rows.
+    ``retrieve_parent_token`` is what ``convolve_drafts`` has written. The rest is as for ``extend_prompts``
+    and ``decode_next``; returns ``[1, batch * n, HV, V]``.
+    """
+    batch = len(cu_seqlens) - 1
+    # [1, batch * n, HV, ...] -> [batch, n, HV, 1, ...]
+    inputs = [
+        x.view(batch, -1, *x.shape[2:]).unsqueeze(3)
+        for x in (*_heads(q, k, v), *compute_gates(A_log, a, b, dt_bias))
+    ]
+    before = initial_state_source[initial_state_indices[:batch].long()].float()
+    drafted, outputs = DraftStates(before, retrieve_parent_token), list[torch.Tensor]()
+    for number in range(inputs[0].shape[1]):
+        output, state = delta_rule(drafted.before_next(), *(x[:, number] for x in inputs))
+        drafted.add(state)
+        outputs.append(output[:, :, 0])
+    drafted.write(intermediate_states_buffer, intermediate_state_indices)
+    return torch.stack(outputs, dim=1).flatten(0, 1)[None].to(v.dtype)
+
+
 def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Queries of length ``1 / sqrt(K)``, keys of length one, in float32, for each head of the values ``v``.
 
@@ -342,3 +384,34 @@ def snapshot_states(
     for states, num_dims in ((conv_states, 3), (ssm_states, 4)):
         of_layers = states if states.dim() > num_dims else states[None]
         of_layers[:, targets] = of_layers[:, sources]
+
+
+def commit_drafts(
+    mamba_caches: Any,
+    state_indices_tensor: torch.Tensor,
+    last_correct_step_indices: torch.Tensor,
+    mamba_track_indices: torch.Tensor | None,
+    mamba_steps_to_track: torch.Tensor | None,
+    src_indices_raw: None = None,
+) -> None:
+    """Write the states after the last accepted tokens to their requests' slots, in all layers; others to the
+    slots ``mamba_track_indices``, after the tokens ``mamba_steps_to_track``.
+
+    All are ``[batch]``; nothing is written where one of them is negative. ``mamba_caches`` has the slots
+    (``[layers, slots, ...]``) and, by request of the batch, what ``verify_drafts`` and ``convolve_drafts``
+    have written.
+    """
+    assert src_indices_raw is None
+    pairs = [
+        (mamba_caches.temporal, mamba_caches.intermediate_ssm),
+        *zip(mamba_caches.conv, mamba_caches.intermediate_conv_window, strict=True),
+    ]
+    for slots, steps in (
+        (state_indices_tensor, last_correct_step_indices),
+        (mamba_track_indices, mamba_steps_to_track),
+    ):
+        if slots is None or steps is None:
+            continue
+        rows = ((slots >= 0) & (steps >= 0)).nonzero()[:, 0]
+        for states, after_drafts in pairs:
+            states[:, slots[rows].long()] = after_drafts[:, rows, steps[rows].long()]
