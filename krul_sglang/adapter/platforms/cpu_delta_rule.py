@@ -272,10 +272,8 @@ def verify_drafts(
     """
     batch = len(cu_seqlens) - 1
     # [1, batch * n, HV, ...] -> [batch, n, HV, 1, ...]
-    inputs = [
-        x.view(batch, -1, *x.shape[2:]).unsqueeze(3)
-        for x in (*_heads(q, k, v), *compute_gates(A_log, a, b, dt_bias))
-    ]
+    gates = compute_gates(A_log[:, None], a[..., None], b, dt_bias[:, None])
+    inputs = [x.view(batch, -1, *x.shape[2:]).unsqueeze(3) for x in (*_heads(q, k, v), *gates)]
     before = initial_state_source[initial_state_indices[:batch].long()].float()
     drafted, outputs = DraftStates(before, retrieve_parent_token), list[torch.Tensor]()
     for number in range(inputs[0].shape[1]):
