@@ -77,7 +77,7 @@ SERVED = (
         "recurrent layers beside attention: LFM2's short convolutions, Qwen3-Next's gated delta rule, "
         "Nemotron-H's Mamba-2 (random weights), by whole loads up to the ends of turns and of prompts; with "
         "--mamba-radix-cache-strategy extra_buffer, --page-size 16 and the overlap scheduler up to the last "
-        "state that SGLang keeps there",
+        "state that SGLang keeps there; their KV also in bases, without probes",
         "tests/integration/test_hybrid_serving.py",
     ),
     Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),
