@@ -82,7 +82,8 @@ SERVED = (
         "Kimi-Linear's (KDA, beside latent KV), Mamba-2 of Nemotron-H, Granite-4 and Falcon-H1 (random "
         "weights), by whole loads up to the ends of turns and of prompts; with --mamba-radix-cache-strategy "
         "extra_buffer, --page-size 16 and the overlap scheduler up to the last state that SGLang keeps "
-        "there; so with extra_buffer_lazy, seen with Qwen3-Next and Nemotron-H",
+        "there; so with extra_buffer_lazy, seen with Qwen3-Next and Nemotron-H; KV of LFM2, Qwen3-Next and "
+        "Nemotron-H also in bases, without probes",
         "tests/integration/test_hybrid_serving.py",
     ),
     Served(

@@ -240,9 +240,10 @@ MEDIA_STRATEGY = Refusal(
     'its text is read again without images and sounds: leave strategy = "none"',
 )
 STATE_STRATEGY = Refusal(
-    "a Mamba or hybrid model and a strategy that looks at attention",
-    "layers without attention, or with windows in a pool of their own, are not seen by it: leave strategy = "
-    '"none"',
+    "a Mamba or hybrid model and a strategy that looks at attention, other than "
+    '"subspace" with LFM2, Qwen3-Next and Nemotron-H',
+    "layers without attention, or with windows in a pool of their own, are not seen by it, and bases are "
+    'learned of these models alone: leave strategy = "none"',
 )
 STATE_SESSIONS = Refusal(
     "a Mamba or hybrid model and --enable-streaming-session",

@@ -3,7 +3,7 @@ on a server that never evicts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,10 @@ import httpx
 import pytest
 import torch
 
+from benchmarks.serving.divergence import Predictions, divergences, predictions
 from demo.server import ServerError, ServerProcess
+from krul_sglang.learning.command import learn_to_files
+from krul_sglang.models.checkpoint import Checkpoint
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     LOGPROBS_WITHIN,
@@ -30,6 +33,7 @@ from tests.support.scenario import (
     assert_aborts_leave_nothing,
     assert_nothing_left_behind,
     assert_same,
+    bases_server_args,
     play,
     play_all,
     push_out,
@@ -403,3 +407,108 @@ def test_drafts_that_part_are_refused_where_sglang_takes_them_for_a_chain(
     with pytest.raises(ServerError, match="if each draft followed the one before it"):  # noqa: SIM117
         with serve((*NGRAM, "--speculative-ngram-max-bfs-breadth", breadth)):
             pass
+
+
+ERROR_BUDGET, NUM_ADDED = 0.01, 64
+KV_BYTES = 2 * 2 * 2 * 64 * 4
+"""Of a token: two layers, two heads of 64 with key and value, in float32."""
+with_bases = pytest.mark.parametrize("family", list(FAMILIES)[:3], indirect=True)
+
+
+@dataclass(frozen=True)
+class StoredInBases:
+    """``computed``: what is predicted at the tokens that follow turns while their KV is on the device.
+    ``decoded``: the same when it has left and come back. ``restarted``: on a server that finds on the disk
+    what the first one stored, and spoils the states that it stores itself."""
+
+    computed: list[tuple[int, Predictions]]
+    decoded: list[tuple[int, Predictions]]
+    stats: dict[str, Any]
+    restarted: list[tuple[int, Predictions]]
+    spoiled: tuple[Answer, Answer]
+    restarted_stats: dict[str, Any]
+
+
+def predicted(server: ServerProcess, histories: Sequence[list[int]]) -> list[tuple[int, Predictions]]:
+    """Of each conversation the tokens that came from the host, and what is predicted at those it adds."""
+    wanted = {"logprob_start_len": PROMPT + NEW_TOKENS - 1, "top_logprobs_num": 512, "max_new_tokens": 1}
+    said = [server.post_json("/generate", request_payload(ids, **wanted)) for ids in histories]
+    return [
+        (each["meta_info"]["cached_tokens_details"]["host"], predictions(each, with_output=True))
+        for each in said
+    ]
+
+
+@pytest.fixture(scope="module")
+def in_bases(family: Family, model: Path, tmp_path_factory: pytest.TempPathFactory) -> StoredInBases:
+    cache_dir = tmp_path_factory.mktemp("krul-cache")
+    list(learn_to_files(Checkpoint(str(model)), None, num_pieces=4, cache_dir=cache_dir))
+    disk = {"ssd_dir": str(cache_dir / "ssd"), "ssd_capacity": "1GiB", "ssd_timeout": 10.0}
+    args = bases_server_args(POOL_TOKENS, cache_dir, error_budget=ERROR_BUDGET, relearn=False, **disk)
+    prompts = [random_prompt(("in bases", number), PROMPT) for number in range(4)]
+    with ForkedServer(model, args=(*args, *family.args), env=STRICT) as server:
+        histories = [
+            [*prompt, *ask(server, prompt, max_new_tokens=NEW_TOKENS).output_ids] for prompt in prompts
+        ]
+        stats = settled_stats(server)
+        histories = [[*history, *random_prompt("added", NUM_ADDED)] for history in histories]
+        computed = predicted(server, histories)
+        push_out(server, num_tokens=POOL_TOKENS, seed="in bases")
+        decoded = predicted(server, histories)
+        wait_until(
+            lambda: settled_stats(server)["tiers"][0]["written_segments"] >= stats["committed_segments"],
+            "turns and their states to be written",
+        )
+        assert_nothing_left_behind(server)
+    with ForkedServer(model, args=(*args, *family.args), env={**STRICT, **SPOILED_STATES}) as server:
+        restarted = predicted(server, histories)
+        prompt = random_prompt("spoiled", PROMPT)
+        prompt += [*ask(server, prompt).output_ids, *random_prompt("second", 60)]
+        kept = ask(server, prompt)
+        push_out(server, num_tokens=POOL_TOKENS, seed="spoiled")
+        spoiled = kept, ask(server, prompt)
+        restarted_stats = settled_stats(server)
+    return StoredInBases(computed, decoded, stats, restarted, spoiled, restarted_stats)
+
+
+@with_bases
+def test_kv_comes_back_from_bases_within_its_budget(family: Family, in_bases: StoredInBases) -> None:
+    """And what is predicted behind it depends on the true states."""
+    lost = []
+    for (before, true), (after, found) in zip(in_bases.computed, in_bases.decoded, strict=True):
+        assert (before, after) == (0, family.turn)
+        assert len(true.logprobs) == NUM_ADDED + 1
+        lost.append(divergences(true, found).mean())
+    assert ERROR_BUDGET / 3 < sum(lost) / len(lost) < 1.5 * ERROR_BUDGET
+
+
+@with_bases
+def test_kv_takes_fewer_bytes_in_bases_and_states_as_many(in_bases: StoredInBases) -> None:
+    stats = in_bases.stats
+    states, offload, budget = stats["states"], stats["offload"], stats["compression"]["budget"]
+    assert states["num_bytes"] == states["stored"] * states["state_bytes"]
+    assert offload["num_bytes"] < offload["tokens"] * KV_BYTES / 16
+    assert stats["compression"]["subspace_turns"] >= 4
+    assert (budget["probes"], budget["unrecorded_turns"]) == (0, 0)
+
+
+@with_bases
+def test_a_restarted_server_decodes_the_same_in_bases(family: Family, in_bases: StoredInBases) -> None:
+    for (_, found), (num_tokens, again) in zip(in_bases.decoded, in_bases.restarted, strict=True):
+        assert num_tokens == family.turn
+        assert divergences(found, again).mean() < 1e-5
+
+
+@with_bases
+def test_kv_in_bases_is_of_no_use_without_its_state(family: Family, in_bases: StoredInBases) -> None:
+    kept, computed = in_bases.spoiled
+    assert_same([kept], [computed], within=family.within)
+    states = in_bases.restarted_stats["states"]
+    assert (states["restored"], states["failed_loads"]) == (len(in_bases.restarted), 1)
+    assert in_bases.restarted_stats["restore"]["forward"]["rescued_requests"] == 1
+
+
+@with_bases
+def test_pairs_of_layers_are_refused(serve: Serve) -> None:
+    with pytest.raises(ServerError, match="hybrid model"), serve(strategy="krul"):
+        pass

@@ -367,7 +367,11 @@ def test_token_ids_are_those_of_the_boundary(hybrid: Hybrid) -> None:
     assert hybrid.rig.store.lease(hybrid.states.identity, hybrid.rig.page_keys[-1:], wrong) is None
 
 
-def test_a_strategy_that_looks_at_attention_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("krul", "lfm2"), ("subspace", "jamba"), ("subspace", "mellum")]
+)
+def test_a_strategy_that_looks_at_attention_is_refused(strategy: str, kind: str) -> None:
+    """But bases of models of which they are learned."""
     runner = make_runner()
     runner.token_to_kv_pool = None
     runner.model_config = SimpleNamespace(
@@ -375,9 +379,10 @@ def test_a_strategy_that_looks_at_attention_is_refused() -> None:
         is_audio_model=False,
         is_image_understandable_model=False,
         is_audio_understandable_model=False,
+        hf_config=SimpleNamespace(model_type=kind),
     )
     with pytest.raises(UnsupportedSetupError, match="a Mamba or hybrid model and a strategy"):
-        attach_turn_capture(runner, KrulConfig(strategy="krul"))
+        attach_turn_capture(runner, KrulConfig(strategy=strategy))
 
 
 def test_the_pool_of_the_layers_with_attention_is_opened() -> None:
