@@ -170,7 +170,7 @@ def codec_rows(
 
 
 def phase_rows(
-    bases: ModelBases, model: Any, rotary: RotaryTable, ids: Sequence[int], repeats: int
+    bases: ModelBases, model: Any, rotary: RotaryTable | None, ids: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
     """Where the time of sampling and encoding a turn goes: medians in milliseconds of the thread.
 

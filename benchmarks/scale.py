@@ -168,11 +168,9 @@ def _fill(directory: Path, capacity_bytes: int, num_segments: int, record: Segme
 
         fill("segments", _parts(places.tobytes(), 8), entries())
         fill("order", _parts((numbers + 1).astype(">u8").tobytes(), 8), _parts(places.tobytes(), 8))
-        keys = np.frombuffer(digests, ">u8").reshape(-1, 2)
-        order = np.argsort(keys[:, 0].astype(np.uint64), kind="stable")
-        found = np.empty(len(order), [("place", ">u8"), ("page", ">u4")])
-        found["place"], found["page"] = places[order // _PAGES], order % _PAGES
-        fill("pages", _parts(keys[order].tobytes(), 16), _parts(found.tobytes(), 12))
+        keys = np.frombuffer(digests, ">u8")
+        order = np.argsort(keys.astype(np.uint64))
+        fill("pages", _parts(keys[order].tobytes(), 8), _parts(places[order // _PAGES].tobytes(), 8))
         change.save_state(
             state._replace(
                 files=files,

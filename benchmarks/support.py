@@ -68,16 +68,28 @@ SERVED = (
         "tests/integration/test_images_and_sounds.py",
     ),
     Served(
-        "sliding windows: Mellum, whose windows have a pool of their own, by whole loads up to the ends of "
-        "turns and of prompts; Gemma-3, and with --disable-hybrid-swa-memory others, up to any page (random "
-        "weights)",
+        "sliding windows: Mellum, whose windows have a pool of their own (random weights), by whole loads up "
+        "to the ends of turns and of prompts",
+        "tests/integration/test_hybrid_serving.py",
+    ),
+    Served(
+        "sliding windows in the pool of all tokens: Gemma-3, and with --disable-hybrid-swa-memory others, by "
+        "whole loads up to any page (random weights)",
         "tests/integration/test_windows.py",
     ),
     Served(
         "recurrent layers beside attention: LFM2's short convolutions, Qwen3-Next's gated delta rule, "
-        "Nemotron-H's Mamba-2 (random weights), by whole loads up to the ends of turns and of prompts; with "
-        "--mamba-radix-cache-strategy extra_buffer, --page-size 16 and the overlap scheduler up to the last "
-        "state that SGLang keeps there",
+        "Kimi-Linear's (KDA, beside latent KV), Mamba-2 of Nemotron-H, Granite-4 and Falcon-H1 (random "
+        "weights), by whole loads up to the ends of turns and of prompts; with --mamba-radix-cache-strategy "
+        "extra_buffer, --page-size 16 and the overlap scheduler up to the last state that SGLang keeps "
+        "there; so with extra_buffer_lazy, seen with Qwen3-Next and Nemotron-H; KV of LFM2, Qwen3-Next and "
+        "Nemotron-H also in bases, without probes",
+        "tests/integration/test_hybrid_serving.py",
+    ),
+    Served(
+        "recurrent layers and --speculative-algorithm NGRAM: Qwen3-Next and Nemotron-H, with "
+        "--speculative-ngram-max-bfs-breadth 4 and --page-size 1; NEXTN: Qwen3-Next with drafts of its own "
+        "checkpoint (MTP), --speculative-eagle-topk 1 and --page-size 1, 16",
         "tests/integration/test_hybrid_serving.py",
     ),
     Served("a model whose heads cannot be proven: whole loads", "tests/integration/test_unproven_heads.py"),
@@ -126,8 +138,9 @@ UNTESTED = (
         "krul copies rows of SGLang's two pools, whatever the layers compute from them",
     ),
     Untested(
-        "recurrent layers other than those of LFM2, Qwen3-Next and Nemotron-H; "
-        "--mamba-radix-cache-strategy extra_buffer_lazy",
+        "recurrent layers of models other than LFM2, Qwen3-Next, Kimi-Linear, Nemotron-H, Granite-4 and "
+        "Falcon-H1; Kimi-Linear and Granite-4 with experts; recurrent layers and STANDALONE, EAGLE3, or "
+        "--speculative-eagle-topk over 1",
         "boundaries are where SGLang's tree has states; the bytes of a state against those of KV",
     ),
     Untested(
@@ -137,7 +150,8 @@ UNTESTED = (
     Untested("adapters that are loaded while the server runs", "each has an id that nothing else has"),
     Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
     Untested(
-        "drafts of other targets' own checkpoints (MTP); --speculative-eagle-topk over 1 with larger pages",
+        "drafts of targets' own checkpoints (MTP) other than DeepSeek-V3's and Qwen3-Next's; "
+        "--speculative-eagle-topk over 1 with larger pages",
         "a draft's pool must be one that krul knows, too",
     ),
     Untested(

@@ -17,7 +17,7 @@ from krul_backend.errors import ManifestError
 
 TokenIds = npt.NDArray[np.int64]
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 """Version of the manifest, every codec's block layout and the SSD's files; part of models' fingerprints."""
 
 MAX_CODEC_PARAMS_BYTES = 256 << 10

@@ -54,22 +54,22 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture |
 
     Raises:
         ConfigError: see ``CapturePlan.fit``.
-        UnsupportedSetupError: the model has latent KV that there are no bases for, recurrent layers or a pool
-            of windows, or takes images or sounds.
+        UnsupportedSetupError: the model has latent KV, or recurrent layers, that there are no bases for, or a
+            pool of windows, or takes images or sounds.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-    from krul_sglang.learning.reader import LATENT_MODELS
+    from krul_sglang.learning.reader import HYBRID_MODELS, LATENT_MODELS
 
+    kind = model_runner.model_config.hf_config.model_type
     if isinstance(model_runner.token_to_kv_pool, MLATokenToKVPool):
-        kind = model_runner.model_config.hf_config.model_type
         if config.strategy == SUBSPACE and kind in LATENT_MODELS:
             return None
         raise LATENT_STRATEGY.error(f'strategy = "{config.strategy}"')
     if takes_media(model_runner.model_config):
         raise MEDIA_STRATEGY.error(f'strategy = "{config.strategy}"')
-    if has_states(model_runner):
+    if has_states(model_runner) and not (config.strategy == SUBSPACE and kind in HYBRID_MODELS):
         raise STATE_STRATEGY.error(f'strategy = "{config.strategy}"')
     modules = sorted(
         (module for module in model_runner.model.modules() if isinstance(module, RadixAttention)),

@@ -103,6 +103,7 @@ def build_cache(ctx: Any) -> Any:
     from krul_sglang.engine.common.agreement import RankAgreement
     from krul_sglang.engine.common.served_model import checkpoint_of, identify_model
     from krul_sglang.engine.common.store_connection import connect_store
+    from krul_sglang.learning.reader import BARE_MODELS
 
     runner = ctx.tp_worker.model_runner
     runtime = KrulRuntime.of(runner)
@@ -169,7 +170,7 @@ def build_cache(ctx: Any) -> Any:
         ranks_per_host=ranks_per_host,
         is_lossless=config.is_lossless,
     )
-    states = open_states(runner, pool, model, resolved)
+    states = open_states(runner, model, resolved, agreement)
     rotary = read_rotary_table(runner.model)
     file: BasesFile | None = None
     if config.strategy == SUBSPACE:
@@ -183,6 +184,7 @@ def build_cache(ctx: Any) -> Any:
             pool,
             rotary,
             SharedBases(store, model.identity) if can_share else None,
+            has_rotary=ctx.model_config.hf_config.model_type not in BARE_MODELS,
             rank=agreement.rank,
             ranks_per_host=ranks_per_host,
             relearn_within=config.error_budget if config.relearn else None,

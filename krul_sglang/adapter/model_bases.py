@@ -55,7 +55,7 @@ class BasesFile:
 
     Raises:
         ConfigError: the weights cannot be identified, so no file is theirs.
-        UnsupportedSetupError: a model whose keys keep their rotary embedding.
+        UnsupportedSetupError: a model with a rotary embedding (``has_rotary``) that its keys keep.
     """
 
     def __init__(
@@ -67,11 +67,12 @@ class BasesFile:
         rotary: RotaryTable | None,
         shared: SharedBases | None = None,
         *,
+        has_rotary: bool = True,
         rank: int = 0,
         ranks_per_host: int = 1,
         relearn_within: float | None = None,
     ) -> None:
-        if rotary is None:
+        if rotary is None and has_rotary:
             raise FOREIGN_ROTARY.error(model.name)
         self._checkpoint = checkpoint
         self._cache_dir = cache_dir

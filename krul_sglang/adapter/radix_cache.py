@@ -51,6 +51,10 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Insert as SGLang does; at the end of a turn also store it."""
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        self._store_ended(req)
+
+    def _store_ended(self, req: Any) -> None:
+        """Store what the tree has of a request, if its turn has ended well."""
         if _turn_ended_well(req):
             with self.linker.cache_linker.steps.hooks:
                 self.linker.cache_linker.note_ended(req)
@@ -72,6 +76,10 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """Give up a request's row, as SGLang does, and what was recorded of it unless its turn is stored."""
         super().on_release(req, checkpointed=checkpointed)
+        if not checkpointed and self.supports_mamba():
+            # Accepted drafts lie behind the answer's end, and there is a state behind them alone: the tree
+            # goes up to the prompt.
+            self._store_ended(req)
         self.linker.cache_linker.release(req.rid)
         if self.capture is not None:
             self.capture.forget(req.rid, req.kv.req_pool_idx)

@@ -290,7 +290,8 @@ def _error_budget(setup: RankSetup, bases: ServedBases, provenance: KvProvenance
     prepare = partial(prepare_probe, setup.model_runner, setup.capture)
     return ErrorBudget(
         limit=config.error_budget,
-        probe_share=config.probe_share,
+        # A probe would need the states of recurrent layers as they were amid the conversation.
+        probe_share=config.probe_share if setup.states is None else 0.0,
         store=store,
         provenance=provenance,
         model=setup.model,

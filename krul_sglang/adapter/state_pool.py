@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from krul_sglang.adapter.kv_pool import open_pool
-from krul_sglang.adapter.unsupported import FOREIGN_STATE, STATE_SETTINGS
+from krul_sglang.adapter.unsupported import FOREIGN_STATE, STATE_SESSIONS, TREES_AS_CHAINS, WINDOW_DRAFTS
+from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel
+
+_KNOWN_PARTS = {"conv", "temporal", "intermediate_ssm", "intermediate_conv_window"}
+"""Of SGLang's pool of states. Those that are intermediate follow drafted tokens, and are of no boundary."""
 
 
 def has_states(runner: Any) -> bool:
@@ -22,12 +27,12 @@ def has_states(runner: Any) -> bool:
 
 
 def open_states(
-    runner: Any, pool: DevicePool, target: ServedModel, settings: Mapping[str, Any]
+    runner: Any, target: ServedModel, settings: Mapping[str, Any], agreement: RankAgreement
 ) -> BoundaryStates | None:
     """The states of the recurrent layers of SGLang's model runner ``runner``, or its layers' windows; None if
     it has neither.
 
-    ``pool`` is that of its KV, ``settings`` are the resolved server arguments.
+    ``settings`` are the resolved server arguments. ``agreement`` joins the ranks that share the states.
 
     Raises:
         UnsupportedSetupError: for states, or settings, that krul cannot serve.
@@ -36,27 +41,32 @@ def open_states(
 
     if not has_states(runner):
         return None
-    for name in ("speculative_algorithm", "enable_streaming_session"):
-        if settings[name]:
-            raise STATE_SETTINGS.error(f"{name} = {settings[name]!r}")
-    of_requests = runner.req_to_token_pool
+    if settings["enable_streaming_session"]:
+        raise STATE_SESSIONS.error("enable_streaming_session = True")
+    algorithm, of_requests = settings["speculative_algorithm"], runner.req_to_token_pool
+    make = partial(BoundaryStates, rank=agreement.rank, num_ranks=agreement.num_ranks)
     if runner.is_hybrid_swa:
+        if algorithm:
+            raise WINDOW_DRAFTS.error(f"speculative_algorithm = {algorithm!r}")
         if isinstance(of_requests, HybridReqToTokenPool):
             raise FOREIGN_STATE.error("with a pool of windows")
         windows = open_pool(runner.token_to_kv_pool.swa_kv_pool)
         num_pages = -(-runner.sliding_window_size // target.identity.page_size)
-        return BoundaryStates(windows, f"windows of {windows.format}", target, window_pages=num_pages)
+        return make(windows, f"windows of {windows.format}", target, window_pages=num_pages)
     of_states = of_requests.mamba_pool
     if type(of_requests) is not HybridReqToTokenPool or type(of_states) is not MambaPool:
         raise FOREIGN_STATE.error(f"{type(of_requests).__name__} with {type(of_states).__name__}")
-    if pool.is_latent:
-        raise FOREIGN_STATE.error("with latent KV, which ranks share")
     cache = of_states.mamba_cache
-    others = {name for name, value in vars(cache).items() if value is not None} - {"conv", "temporal"}
-    if type(cache) is not MambaPool.State or others or of_states._slot_siblings:
+    others = {name for name, value in vars(cache).items() if value is not None} - _KNOWN_PARTS
+    if type(cache) not in (MambaPool.State, MambaPool.SpeculativeState) or others or of_states._slot_siblings:
         raise FOREIGN_STATE.error(f"{type(cache).__name__} with more than convolutions and one recurrence")
     # [layers, slots, ...]; models with convolutions alone have an empty second part.
     parts = [part for part in (*cache.conv, cache.temporal) if part.numel()]
+    # Of NGRAM this is its breadth.
+    num_branches = settings["speculative_eagle_topk"] or 1
+    are_trees = bool(algorithm) and (algorithm.upper() == "NGRAM" or num_branches > 1)
+    if are_trees and not (num_branches > 1 and cache.temporal.numel()):
+        raise TREES_AS_CHAINS.error(f"{algorithm} of {num_branches} branches, {len(parts)} parts per layer")
     if len(parts) not in (1, 2) or not all(part.is_contiguous() for part in parts):
         raise FOREIGN_STATE.error(f"{len(parts)} parts per layer")
     layout = " ".join(f"{part.dtype}{list(part.shape[2:])}" for part in parts)
@@ -68,7 +78,7 @@ def open_states(
     states = DevicePool(
         first, second, num_tokens=of_states.size, element_type=torch.uint8, write=_refuse, scales=_no_scales
     )
-    return BoundaryStates(states, layout, target)
+    return make(states, layout, target)
 
 
 def _rows(layer: torch.Tensor) -> torch.Tensor:

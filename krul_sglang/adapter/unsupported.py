@@ -245,13 +245,24 @@ MEDIA_STRATEGY = Refusal(
     'its text is read again without images and sounds: leave strategy = "none"',
 )
 STATE_STRATEGY = Refusal(
-    "a Mamba or hybrid model and a strategy that looks at attention",
-    "layers without attention, or with windows in a pool of their own, are not seen by it: leave strategy = "
-    '"none"',
+    "a Mamba or hybrid model and a strategy that looks at attention, other than "
+    '"subspace" with LFM2, Qwen3-Next and Nemotron-H',
+    "layers without attention, or with windows in a pool of their own, are not seen by it, and bases are "
+    'learned of these models alone: leave strategy = "none"',
 )
-STATE_SETTINGS = Refusal(
-    "a Mamba or hybrid model and --speculative-algorithm or --enable-streaming-session",
+STATE_SESSIONS = Refusal(
+    "a Mamba or hybrid model and --enable-streaming-session",
     "states and windows are stored at the ends of turns, as the radix tree has them",
+)
+WINDOW_DRAFTS = Refusal(
+    "a model with a pool of windows and --speculative-algorithm",
+    "windows were never stored while tokens are drafted",
+)
+TREES_AS_CHAINS = Refusal(
+    "recurrent layers and --speculative-algorithm NGRAM with --speculative-ngram-max-bfs-breadth 1, or "
+    "convolutions alone and drafts in trees",
+    "SGLang computes these layers as if each draft followed the one before it, also where drafts part (those "
+    "of NGRAM do with any breadth): its states, and answers, are wrong",
 )
 FOREIGN_STATE = Refusal(
     "a Mamba or hybrid model whose layers keep more than one convolution and one recurrent state",

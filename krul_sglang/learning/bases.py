@@ -195,7 +195,7 @@ def damage_ratios(
             )
             decoder = codec.open(encoded[-1].params, start_token=0, num_tokens=num_tokens)
             restored = decoder.decode_all(encoded[-1].blocks)
-            tried.append((text.after, true.__getitem__, partial(_replaced, true, restored, heads)))
+            tried.append((text, partial(_replaced, true, restored, heads)))
     ratios = []
     for of_text, divergence in zip(encoded, reader.divergences(tried), strict=True):
         own = max(divergence - of_text.shift_damage, _LEAST_SHARE * divergence, _LEAST_DIVERGENCE)
@@ -211,7 +211,7 @@ def _replaced(true: Sequence[LayerKV], restored: Sequence[LayerKV], heads: range
 
 
 def stored_num_bytes(
-    rotary: RotaryTable, of_ranks: Sequence[ModelBases], texts: Sequence[History], max_damage: float
+    rotary: RotaryTable | None, of_ranks: Sequence[ModelBases], texts: Sequence[History], max_damage: float
 ) -> int:
     """Bytes that texts take in the bases of all ranks, each text as a turn that may lose ``max_damage`` nats;
     natively if the bases cannot represent it within that."""

@@ -26,7 +26,7 @@ from krul_sglang.learning.bases import (
     learning_num_bytes,
     stored_num_bytes,
 )
-from krul_sglang.learning.reader import TextReader, kv_shape
+from krul_sglang.learning.reader import TextReader, attention_layers, kv_shape, norm_name, states_bytes
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 
 _ASSETS = Path(krul_sglang.__file__).parent / "assets"
@@ -218,15 +218,18 @@ def memory_of_learning(checkpoint: Checkpoint, tp_size: int) -> int:
         LearningError: heads that ``tp_size`` ranks cannot share.
     """
     config = AutoConfig.from_pretrained(checkpoint.path, revision=checkpoint.revision)
-    plan, num_layers, shape = LearningPlan(), config.num_hidden_layers, kv_shape(config)
+    plan, num_layers, shape = LearningPlan(), len(attention_layers(config)), kv_shape(config)
     # In float32: both ends of the model, one layer as it comes from files of 16 bits, and predictions.
     ends = 2 * 4 * config.vocab_size * config.hidden_size
-    layer = 3 * checkpoint.num_weight_bytes() // num_layers
+    layer = 3 * checkpoint.num_weight_bytes() // config.num_hidden_layers
     num_predicted = plan.text_tokens - plan.read_tokens
     predictions = 4 * 8 * num_predicted * config.vocab_size
     token_bytes = plan.read_tokens * vector_size(shape) * shape.dtype.itemsize
-    texts = NUM_PIECES * num_layers * (token_bytes + num_predicted * 4 * config.hidden_size)
-    return int(ends + layer + predictions + texts) + learning_num_bytes(shape, num_layers, tp_size)
+    hidden = num_predicted * 4 * config.hidden_size
+    of_text = num_layers * token_bytes + config.num_hidden_layers * hidden + states_bytes(config)
+    return int(ends + layer + predictions + NUM_PIECES * of_text) + learning_num_bytes(
+        shape, num_layers, tp_size
+    )
 
 
 def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
@@ -279,7 +282,9 @@ def _part_of_model(config: Any, layer: int | None) -> Any:
                 if number != layer:
                     self.model.layers[number] = nn.Identity()
             if layer is not None:
-                self.model.embed_tokens = self.model.norm = self.lm_head = nn.Identity()
+                self.model.set_input_embeddings(nn.Identity())
+                self.lm_head = nn.Identity()
+                setattr(self.model, norm_name(self.model), nn.Identity())
                 self.all_tied_weights_keys: dict[str, str] = {}
 
     return Part

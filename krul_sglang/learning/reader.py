@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -30,7 +32,16 @@ POOL_DTYPE = torch.bfloat16
 LATENT_MODELS = ("deepseek_v2", "deepseek_v3")
 """The models with latent KV (MLA) that are read, by their configuration's ``model_type``."""
 
+HYBRID_MODELS = ("lfm2", "qwen3_next", "nemotron_h")
+"""The models with recurrent layers beside attention that are read, likewise."""
+
+BARE_MODELS = ("nemotron_h",)
+"""Those of them whose keys have no rotary embedding."""
+
 _NAME = "krul_capture"
+
+States = tuple[torch.Tensor, ...]
+"""What a layer without KV hands from a history to the tokens after it: of a convolution, of a recurrence."""
 
 OnLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 """``(layer, queries [R, H, D], keys [T, Hkv, D], values [T, Hkv, D], scaling)`` of the first sequence."""
@@ -81,21 +92,26 @@ class History:
 class ReadText:
     """A text that was read: its ``history``, and the tokens ``after`` it, which the model predicts there.
 
-    ``inputs``: of these tokens the hidden states ``[N, any]`` at the entrance of each layer and behind the
-    last one, on the host; none without such tokens.
+    ``before``: what each of the model's layers has of the history, its KV or its states. ``inputs``: of the
+    tokens after it the hidden states ``[N, any]`` at the entrance of each of these layers and behind the last
+    one; none without such tokens. All of it on the host.
     """
 
     history: History
     after: Sequence[int]
+    before: Sequence[LayerKV | States]
     inputs: Sequence[torch.Tensor]
 
 
 class TextReader:
-    """Reads with a model of the Llama, Qwen2 or Qwen3 family, or one of ``LATENT_MODELS``, whose parameters
-    need no gradients.
+    """Reads with a model of the Llama, Qwen2 or Qwen3 family, or one of ``LATENT_MODELS`` or
+    ``HYBRID_MODELS``, whose parameters need no gradients.
 
     It goes through the model layer by layer, each time with all texts, so that one layer at a time needs to
-    be there. ``load_layer``: gives a layer's module on the model's device, of a model that is here without
+    be there. The ``num_layers`` with KV are numbered as in a pool; ``layer_ids`` are their numbers in the
+    model. What the others hand on, their states, is always the truth, as it is stored.
+
+    ``load_layer``: gives a layer's module on the model's device, of a model that is here without
     its layers; None if it has them. Between layers hidden states lie on the host.
 
     ``query_rows``: queries of a text by which the attention that its tokens draw is measured.
@@ -108,11 +124,15 @@ class TextReader:
         self._query_rows = query_rows
         self._load_layer = model.model.layers.__getitem__ if load_layer is None else load_layer
         config = model.config
-        self.num_layers: int = config.num_hidden_layers
+        self._num_model_layers: int = config.num_hidden_layers
+        self.layer_ids = attention_layers(config)
+        self.num_layers = len(self.layer_ids)
         self.shape = kv_shape(config)
         self.is_latent = is_latent(config)
-        on_device = rotary_table(model, config.max_position_embeddings)
-        self.rotary = RotaryTable(on_device.cos.cpu(), on_device.sin.cpu(), is_neox=on_device.is_neox)
+        self.rotary: RotaryTable | None = None
+        if config.model_type not in BARE_MODELS:
+            on_device = rotary_table(model, config.max_position_embeddings)
+            self.rotary = RotaryTable(on_device.cos.cpu(), on_device.sin.cpu(), is_neox=on_device.is_neox)
         model.requires_grad_(False)
 
     def read_histories(self, texts: Sequence[Sequence[int]]) -> list[History]:
@@ -131,22 +151,34 @@ class TextReader:
             raise ValueError("a text without tokens cannot be read")
         hidden = [self._embedded(ids) for ids, _ in texts]
         inputs = [[self._embedded(after)] if after else [] for _, after in texts]
-        layers: list[list[LayerKV]] = [[] for _ in texts]
+        before: list[list[Any]] = [[] for _ in texts]
         attention: list[list[torch.Tensor]] = [[] for _ in texts]
-        for layer in range(self.num_layers):
+        for layer in range(self._num_model_layers):
+            read_layer = self._read_layer if layer in self.layer_ids else self._read_states
             with self._only(layer):
                 for number, (_, after) in enumerate(texts):
-                    hidden[number], kv, drawn = self._read_layer(hidden[number])
-                    layers[number].append(kv)
+                    hidden[number], found, drawn = read_layer(hidden[number])
+                    before[number].append(found)
                     attention[number].append(drawn)
                     if after:
-                        inputs[number].append(self._after(kv, inputs[number][-1]).cpu())
-            logger.info("read layer %d of %d", layer + 1, self.num_layers)
-        histories = [History(kv, torch.cat(drawn)) for kv, drawn in zip(layers, attention, strict=True)]
-        return [
-            ReadText(history, after, entered)
-            for history, (_, after), entered in zip(histories, texts, inputs, strict=True)
+                        inputs[number].append(self._after(found, inputs[number][-1]).cpu())
+            logger.info("read layer %d of %d", layer + 1, self._num_model_layers)
+        histories = [
+            History([of_text[layer] for layer in self.layer_ids], torch.cat(drawn))
+            for of_text, drawn in zip(before, attention, strict=True)
         ]
+        return [
+            ReadText(history, after, of_text, entered)
+            for history, (_, after), of_text, entered in zip(histories, texts, before, inputs, strict=True)
+        ]
+
+    def _read_states(self, hidden: torch.Tensor) -> tuple[torch.Tensor, States, torch.Tensor]:
+        """As ``_read_layer``, of a layer without KV: its states, and no attention."""
+        cache = _cache_of_states(())
+        left = self._passed(hidden, cache).cpu()
+        (layer,) = cache.layers
+        states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+        return left, tuple(state.cpu() for state in states if state is not None), torch.empty(0)
 
     def _read_layer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, LayerKV, torch.Tensor]:
         """What leaves the layer that is here when the hidden states of a text enter it; its KV, and the
@@ -172,38 +204,46 @@ class TextReader:
         """
         with self._only(None):
             gradients = [self._of_predictions(text, seed) for text, seed in zip(texts, seeds, strict=True)]
-        for layer in reversed(range(self.num_layers)):
+        for layer in reversed(range(self._num_model_layers)):
             found = []
             with self._only(layer):
                 for number, text in enumerate(texts):
-                    kv, positions = text.history.layers[layer], torch.arange(len(text.history.layers[0].k))
-                    leaves = LayerKV(self._leaf(kv.k.float()), self._leaf(kv.v.float()))
+                    before = text.before[layer]
+                    if isinstance(before, LayerKV):
+                        before = LayerKV(self._leaf(before.k.float()), self._leaf(before.v.float()))
                     entering = self._leaf(text.inputs[layer])
-                    left, gradient = self._after(leaves, entering), gradients[number]
+                    left, gradient = self._after(before, entering), gradients[number]
                     torch.autograd.backward(left, gradient.to(left.device))
                     gradients[number] = _gradient(entering).cpu()
-                    k, v = _gradient(leaves.k).cpu(), _gradient(leaves.v).cpu()
-                    found.append(
-                        LearningText(
-                            [LayerKV(self.rotary.unrotate(kv.k, positions), kv.v)],
-                            [LayerKV(self.rotary.pull_back(k, positions), v)],
-                            text.history.attention[layer : layer + 1],
-                        )
-                    )
-            logger.info("weighed errors in layer %d of %d", layer + 1, self.num_layers)
-            yield found
+                    if isinstance(before, LayerKV):
+                        found.append(self._weighed(text.history, self.layer_ids.index(layer), before))
+            logger.info("weighed errors in layer %d of %d", layer + 1, self._num_model_layers)
+            if found:
+                yield found
+
+    def _weighed(self, history: History, layer: int, leaves: LayerKV) -> LearningText:
+        """What is learned from a layer with KV, whose ``leaves`` have their gradients."""
+        kv, positions = history.layers[layer], torch.arange(len(leaves.k))
+        keys, k, v = kv.k, _gradient(leaves.k).cpu(), _gradient(leaves.v).cpu()
+        if self.rotary is not None:
+            keys, k = self.rotary.unrotate(keys, positions), self.rotary.pull_back(k, positions)
+        attention = history.attention[layer : layer + 1]
+        return LearningText([LayerKV(keys, kv.v)], [LayerKV(k, v)], attention)
 
     @torch.no_grad()
-    def divergences(self, texts: Sequence[tuple[Sequence[int], ReadLayer, ReadLayer]]) -> list[float]:
-        """Of each text: predict its ids after the true history, and after the other one, both layer by layer.
-        Returns the KL divergence of these predictions, in nats per token."""
-        histories = [history for _, *both in texts for history in both]
-        hidden = [self._embedded(ids) for ids, *both in texts for _ in both]
-        for layer in range(self.num_layers):
+    def divergences(self, texts: Sequence[tuple[ReadText, ReadLayer]]) -> list[float]:
+        """Of each text: predict the tokens after its history, and the same tokens after another one, both
+        layer by layer. Returns the KL divergence of these predictions, in nats per token."""
+        hidden = [self._embedded(text.after) for text, _ in texts for _ in range(2)]
+        for layer in range(self._num_model_layers):
+            befores = []
+            for text, replaced in texts:
+                own = text.before[layer]
+                befores += [own, replaced(self.layer_ids.index(layer)) if isinstance(own, LayerKV) else own]
             with self._only(layer):
                 hidden = [
-                    self._after(history(layer), entering).cpu()
-                    for entering, history in zip(hidden, histories, strict=True)
+                    self._after(before, entering).cpu()
+                    for entering, before in zip(hidden, befores, strict=True)
                 ]
         found = []
         with self._only(None):
@@ -233,9 +273,13 @@ class TextReader:
         entering: torch.Tensor = self._model.get_input_embeddings()(of_model)
         return entering.cpu()
 
-    def _after(self, before: LayerKV, hidden: torch.Tensor) -> torch.Tensor:
-        """What leaves the layer that is here when ``hidden [T, any]`` enters it, after the KV ``before``."""
-        return self._passed(hidden, dynamic_cache(self._model, [before]))
+    def _after(self, before: LayerKV | States, hidden: torch.Tensor) -> torch.Tensor:
+        """What leaves the layer that is here when ``hidden [T, any]`` enters it, after the KV or the states
+        ``before``."""
+        if isinstance(before, LayerKV):
+            return self._passed(hidden, dynamic_cache(self._model, [before]))
+        copies = [state.to(self._model.device, copy=True) for state in before]
+        return self._passed(hidden, _cache_of_states(copies))
 
     def _passed(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
         """The same after what the layer's ``cache`` has, to which the KV of ``hidden`` is added."""
@@ -256,24 +300,72 @@ class TextReader:
     def _only(self, layer: int | None) -> Iterator[None]:
         """Within this context the model is this one layer without the end; or only the end, if None."""
         base, config = self._model.model, self._model.config
-        before = base.layers, base.norm, getattr(config, "layer_types", None)
-        modules = []
+        layers, types = base.layers, getattr(config, "layer_types", None)
+        last_norm = getattr(base, norm_name(base))
+        modules: list[Any] = []
         if layer is not None:
             modules = [self._load_layer(layer)]
+            setattr(base, norm_name(base), nn.Identity())
+            if types is not None:
+                config.layer_types = types[layer : layer + 1]
+        mixers = [each for module in modules for each in module.modules() if hasattr(each, "layer_idx")]
+        for mixer in mixers:
             # In a cache of one layer it is the first.
-            modules[0].self_attn.layer_idx = 0
-            base.norm = nn.Identity()
-            if before[2] is not None:
-                config.layer_types = before[2][layer : layer + 1]
+            mixer.layer_idx = 0
         base.layers = nn.ModuleList(modules)
         try:
             yield
         finally:
-            base.layers, base.norm, types = before
+            base.layers = layers
+            setattr(base, norm_name(base), last_norm)
             if types is not None:
                 config.layer_types = types
-            for module in modules:
-                module.self_attn.layer_idx = layer
+            for mixer in mixers:
+                mixer.layer_idx = layer
+
+
+class _Recurrence(LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """The states of a layer without KV, in a cache that has no other layer. A new state of the recurrence
+    takes the place of the one before, which stays as it was: gradients need it."""
+
+    def update_recurrent_state(self, state: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.recurrent_states[0] = state
+        return state
+
+
+def _cache_of_states(states: Sequence[torch.Tensor]) -> Any:
+    """A Hugging Face cache of one layer, which has these states: none, or as in ``States``."""
+    layer = _Recurrence()
+    for state, update in zip(states, (layer.update_conv_state, layer.update_recurrent_state), strict=False):
+        update(state)
+    return Cache(layers=[layer])
+
+
+def norm_name(base: Any) -> str:
+    """What a Hugging Face model calls the norm behind its last layer."""
+    return next(name for name in ("norm", "embedding_norm", "norm_f") if hasattr(base, name))
+
+
+def attention_layers(config: Any) -> Sequence[int]:
+    """The layers that have KV, by their number in the model, for a Hugging Face configuration.
+
+    Raises CodecError for models of which others have states, but ``HYBRID_MODELS``.
+    """
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    found = [layer for layer, kind in enumerate(types) if kind in ("full_attention", "sliding_attention")]
+    if len(found) < len(types) and config.model_type not in HYBRID_MODELS:
+        names = " and ".join(HYBRID_MODELS)
+        raise CodecError(f"of hybrid models there are bases for {names}, not for {config.model_type}")
+    return found
+
+
+def states_bytes(config: Any) -> int:
+    """The bytes of the states behind one history, for a Hugging Face configuration. Those of convolutions are
+    small, and not counted."""
+    gated = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    mamba = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size")
+    of_layer = sum(prod(getattr(config, name, 0) for name in names) for names in (gated, mamba))
+    return 4 * of_layer * (getattr(config, "layer_types", None) or []).count("linear_attention")
 
 
 def is_latent(config: Any) -> bool:

@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
-from demo.server import ServerProcess
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
+    NGRAM,
     POOL_TOKENS,
     STRICT,
     Answer,
     Drafted,
     Played,
     ask,
-    ask_drafted,
+    ask_again,
     assert_aborts_leave_nothing,
     assert_same,
     play_all,
-    push_out,
     random_prompt,
     settled_stats,
     small_krul_server_args,
@@ -29,12 +28,6 @@ from tests.support.scenario import (
 from tests.support.server_plugin import WITH_PLUGIN, faulty_loads
 
 TOKEN_BYTES = 4096  # 4 layers x 2 KV heads x 64 channels x (K, V) x 4 bytes
-NGRAM = (
-    *("--speculative-algorithm", "NGRAM"),
-    *("--speculative-num-draft-tokens", "6"),
-    # SGLang's default takes 2 GB.
-    *("--speculative-ngram-capacity", "100000"),
-)
 CHAIN = ("--speculative-ngram-max-bfs-breadth", "1")
 """SGLang takes no other breadth with pages of several tokens."""
 
@@ -98,18 +91,6 @@ def restored(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Re
             {name: stats["offload"][name] - before[name] for name in ("tokens", "num_bytes")},
             stats,
         )
-
-
-def ask_again(server: ServerProcess, turns: list[Answer], *, evict: bool) -> list[Drafted]:
-    """The conversation that ``play`` plays, with the answers that it got as its history."""
-    again = []
-    history = random_prompt("conversation", 611)
-    for number, turn in enumerate(turns):
-        again.append(ask_drafted(server, history, max_new_tokens=12))
-        history = [*history, *turn.output_ids, *random_prompt(("conversation", number), 37)]
-        if evict:
-            push_out(server, num_tokens=POOL_TOKENS, seed=("again", number))
-    return again
 
 
 def test_control_speculation_changes_no_token(kept: Played, speculated: Played) -> None:

@@ -29,6 +29,12 @@ NUM_TURNS = 5
 """Of a conversation of ``play``."""
 TOGETHER = tuple(f"together {i}" for i in range(3))
 """Conversations of ``play_all`` that return at the same time."""
+NGRAM = (
+    *("--speculative-algorithm", "NGRAM"),
+    *("--speculative-num-draft-tokens", "6"),
+    # SGLang's default takes 2 GB.
+    *("--speculative-ngram-capacity", "100000"),
+)
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 """Makes SGLang's own idle check end the server when a slot or a lock leaks."""
 STRICT_ON_TWO_CORES = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
@@ -94,12 +100,18 @@ def ask(server: ServerProcess, input_ids: list[int], **fields: Any) -> Answer:
     )
 
 
-def assert_same(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
-    """The same tokens. Logprobs of an fp32 model differ a little: recomputed KV is rounded differently, by
-    about 1e-6 of its size."""
+LOGPROBS_WITHIN = 2e-4
+"""How far logprobs of an fp32 model may differ: recomputed KV is rounded differently, by about 1e-6 of its
+size."""
+
+
+def assert_same(
+    expected: Sequence[Answer], actual: Sequence[Answer], within: float = LOGPROBS_WITHIN
+) -> None:
+    """The same tokens, and logprobs ``within`` so much."""
     for wanted, found in zip(expected, actual, strict=True):
         assert found.output_ids == wanted.output_ids
-        assert found.logprobs == pytest.approx(wanted.logprobs, abs=2e-4)
+        assert found.logprobs == pytest.approx(wanted.logprobs, abs=within)
 
 
 def push_out(server: ServerProcess, *, num_tokens: int, seed: object) -> None:
@@ -221,6 +233,18 @@ def ask_drafted(server: ServerProcess, input_ids: list[int], *, max_new_tokens: 
     host_tokens = (meta.get("cached_tokens_details") or {"host": 0})["host"]
     counts = meta["spec_verify_ct"], meta["spec_num_correct_drafts"]
     return Drafted(tuple(result["output_ids"]), host_tokens, *counts)
+
+
+def ask_again(server: ServerProcess, turns: list[Answer], *, evict: bool) -> list[Drafted]:
+    """The conversation that ``play`` plays, with the answers that it got as its history."""
+    again = []
+    history = random_prompt("conversation", 611)
+    for number, turn in enumerate(turns):
+        again.append(ask_drafted(server, history, max_new_tokens=12))
+        history = [*history, *turn.output_ids, *random_prompt(("conversation", number), 37)]
+        if evict:
+            push_out(server, num_tokens=POOL_TOKENS, seed=("again", number))
+    return again
 
 
 def abort_side_by_side(server: ServerProcess, num_prompts: int, *, max_new_tokens: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<end>", "<system>", "<user>", "<assistant>")
 
@@ -326,7 +326,6 @@ def build_hybrid_model(path: Path) -> Path:
 def build_delta_rule_model(path: Path) -> Path:
     """As ``build_tiny_model``: a Qwen3-Next in float32, of two layers with attention, each behind one with a
     gated delta rule. Each token has both of two experts, so no rounding chooses others."""
-    import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 2, 8192, 0.08)
@@ -343,21 +342,13 @@ def build_delta_rule_model(path: Path) -> Path:
         "moe_intermediate_size": 256,
         "shared_expert_intermediate_size": 256,
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Qwen3NextForCausalLM(Qwen3NextConfig(**shape | layers))
-    with torch.no_grad():
-        for layer in model.model.layers[::2]:
-            # One head remembers a few tokens, another some hundred. At random all remember a few.
-            layer.linear_attn.A_log.copy_(torch.linspace(-6, -1, 4))
-    model.save_pretrained(path)
+    _save_recurrent(path, Qwen3NextForCausalLM, Qwen3NextConfig(**shape | layers))
     return path
 
 
 def build_mamba_model(path: Path) -> Path:
     """As ``build_tiny_model``: a Nemotron-H in float32, of two layers with attention, each between others
     with a Mamba-2 recurrence."""
-    import torch
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     shape = _shape_with_tokenizer(path, 512, 256, 7, 4, 2, 8192, 0.08)
@@ -372,19 +363,111 @@ def build_mamba_model(path: Path) -> Path:
         "chunk_size": 64,
         "rescale_prenorm_residual": False,
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = NemotronHForCausalLM(NemotronHConfig(**shape | layers))
-    with torch.no_grad():
-        for layer in model.model.layers[::3]:
-            # One head remembers some hundred tokens, another a few.
-            layer.mixer.A_log.copy_(torch.linspace(-4, 1, 4))
-            layer.mixer.dt_bias.fill_(-2.0)
-    model.save_pretrained(path)
+    _save_recurrent(path, NemotronHForCausalLM, NemotronHConfig(**shape | layers))
     # SGLang reads what the published ones have, not what transformers makes of it.
     config = json.loads((path / "config.json").read_text())
     del config["layers_block_type"]
     (path / "config.json").write_text(json.dumps(config | layers))
+    return path
+
+
+def build_kimi_model(path: Path) -> Path:
+    """As ``build_delta_rule_model``: a Kimi-Linear without experts, whose attention has latent KV, and whose
+    delta rule has a decay for each channel."""
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 4, 8192, 0.08)
+    # Layers count from one, as in published ones.
+    rule = {"kda_layers": [1, 3], "full_attn_layers": [2, 4]}
+    layers = {
+        "linear_attn_config": {**rule, "num_heads": 4, "head_dim": 32, "short_conv_kernel_size": 4},
+        "first_k_dense_replace": 4,
+        "kv_lora_rank": LATENT_RANK,
+        "qk_rope_head_dim": LATENT_ROTARY,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+    }
+    _save_recurrent(path, KimiLinearForCausalLM, KimiLinearConfig(**shape | layers))
+    # As published ones name them: transformers writes the name of experts' layers.
+    _rename_weights(path, ".block_sparse_moe.", ".mlp.")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | layers | {"num_experts": None}))
+    return path
+
+
+_MAMBA_LAYERS = {"mamba_n_heads": 4, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_chunk_size": 64}
+
+
+def build_granite_model(path: Path) -> Path:
+    """As ``build_mamba_model``: a Granite-4, whose layers have an MLP each, and no positions."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    shape = _shape_with_tokenizer(path, 512, 256, 5, 4, 2, 8192, 0.08)
+    layers = {
+        "layer_types": ["mamba", "attention", "mamba", "attention", "mamba"],
+        "position_embedding_type": "nope",
+        "attention_multiplier": 0.125,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 512,
+        "mamba_expand": 1,
+    }
+    _save_recurrent(
+        path, GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig(**shape | _MAMBA_LAYERS | layers)
+    )
+    return path
+
+
+def build_parallel_model(path: Path) -> Path:
+    """As ``build_mamba_model``: a Falcon-H1, whose layers have attention beside their recurrence."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    shape = _shape_with_tokenizer(path, 512, 256, 3, 4, 2, 8192, 0.08)
+    layers = {"mamba_d_ssm": 256}
+    _save_recurrent(path, FalconH1ForCausalLM, FalconH1Config(**shape | _MAMBA_LAYERS | layers))
+    return path
+
+
+def _save_recurrent(path: Path, architecture: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Write a random model whose recurrent heads remember from a few tokens to some hundred. Without that all
+    remember a few."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = architecture(config)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if name.endswith(".A_log"):
+                weights.copy_(torch.linspace(-4, 1, 4).view_as(weights))
+            elif name.endswith(".dt_bias"):
+                weights.fill_(-2.0)
+    model.save_pretrained(path)
+
+
+def build_mtp_model(path: Path) -> Path:
+    """As ``build_delta_rule_model``, with a draft (MTP) in its checkpoint that is right more often than not.
+
+    As with ``build_eagle_pair``, a layer that both have decides most: the first with attention.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    build_delta_rule_model(path)
+    weights = load_file(path / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    embedding /= embedding.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3)
+    for name, tensor in weights.items():
+        is_output = name.endswith(("o_proj.weight", "down_proj.weight", "linear_attn.out_proj.weight"))
+        if is_output and ".layers.1." not in name:
+            tensor *= 0.1
+    for name in [name for name in weights if name.startswith("model.layers.1.")]:
+        weights[name.replace("model.layers.1.", "mtp.layers.0.")] = weights[name].clone()
+    identity = torch.eye(embedding.shape[1])
+    weights["mtp.fc.weight"] = torch.cat([identity, 0.02 * identity], dim=1)
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        weights[f"mtp.{name}.weight"] = torch.zeros(len(identity))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
@@ -454,7 +537,6 @@ SOUND_TOKENS = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
 def build_audio_model(path: Path) -> Path:
     """As ``build_tiny_model``: a Qwen2-Audio with its processor, which makes 25 tokens of a second."""
     import torch
-    from safetensors.torch import load_file, save_file
     from transformers import (
         AutoTokenizer,
         Qwen2AudioConfig,
@@ -463,7 +545,6 @@ def build_audio_model(path: Path) -> Path:
         WhisperFeatureExtractor,
     )
 
-    weights_of = path / "model.safetensors"
     shape = _shape_with_tokenizer(
         path, 512, 256, 4, 4, 2, 8192, 0.08, special_tokens=(*SPECIAL_TOKENS, *SOUND_TOKENS)
     )
@@ -478,11 +559,19 @@ def build_audio_model(path: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Qwen2AudioForConditionalGeneration(config).save_pretrained(path)
-    # SGLang reads the names that published ones have, not those that transformers writes.
-    weights = {name.replace(".model.model.", ".model."): each for name, each in load_file(weights_of).items()}
-    save_file(weights, weights_of)
+    _rename_weights(path, ".model.model.", ".model.")
     Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=128), tokenizer).save_pretrained(path)
     return path
+
+
+def _rename_weights(path: Path, name: str, published: str) -> None:
+    """Have the names of weights that published models have, and SGLang reads, not those of transformers."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path / "model.safetensors")
+    save_file(
+        {key.replace(name, published): each for key, each in weights.items()}, path / "model.safetensors"
+    )
 
 
 def _shape_with_tokenizer(

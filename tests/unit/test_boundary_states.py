@@ -19,6 +19,7 @@ from krul_sglang.adapter.state_pool import open_states
 from krul_sglang.adapter.unsupported import UnsupportedSetupError
 from krul_sglang.config import KrulConfig
 from krul_sglang.engine.common import boundary_states
+from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.boundary_states import BoundaryStates, StateSlot
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
@@ -34,7 +35,12 @@ from tests.support.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, PA
 
 OLD, NEW, OTHER = torch.tensor([1]), torch.tensor([4]), torch.tensor([5])
 """Slots of states: at the end of a turn, where it comes back, and of another prefix."""
-SETTINGS: dict[str, Any] = {"speculative_algorithm": None, "enable_streaming_session": False}
+SETTINGS: dict[str, Any] = {
+    "speculative_algorithm": None,
+    "speculative_eagle_topk": None,
+    "enable_streaming_session": False,
+}
+ALONE = RankAgreement(None, 1)
 
 
 def make_runner(conv: Sequence[tuple[int, ...]] = ((8, 2),), temporal: tuple[int, ...] = (2, 3, 4)) -> Any:
@@ -63,8 +69,7 @@ class Hybrid:
         self.rig = Rig(PATIENCE_S)
         self.runner = make_runner(**shapes)
         self.cache = self.runner.req_to_token_pool.mamba_pool.mamba_cache
-        pool: Any = dataclasses.make_dataclass("Pool", ["is_latent"])(False)
-        states = open_states(self.runner, pool, ServedModel(self.rig.model), SETTINGS)
+        states = open_states(self.runner, ServedModel(self.rig.model), SETTINGS, ALONE)
         assert states is not None
         self.states: BoundaryStates = states
         self.saver = StateSaver(self.rig.store, states, self.rig.pool)
@@ -296,7 +301,12 @@ def test_a_slot_is_reset_to_what_was_before(hybrid: Hybrid) -> None:
     ("shapes", "settings", "message"),
     [
         ({"conv": ((8, 2), (4, 2), (4, 2))}, {}, "4 parts"),
-        ({}, {"speculative_algorithm": "NGRAM"}, "speculative_algorithm"),
+        ({}, {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 1}, "NGRAM of 1 branches"),
+        (
+            {"temporal": (0, 0, 0)},
+            {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 2},
+            "EAGLE of 2 branches, 1 parts",
+        ),
         ({}, {"enable_streaming_session": True}, "enable_streaming_session"),
     ],
 )
@@ -304,9 +314,49 @@ def test_other_states_and_settings_are_refused(
     shapes: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     rig = Rig(PATIENCE_S)
-    pool: Any = dataclasses.make_dataclass("Pool", ["is_latent"])(False)
     with pytest.raises(UnsupportedSetupError, match=message):
-        open_states(make_runner(**shapes), pool, ServedModel(rig.model), SETTINGS | settings)
+        open_states(make_runner(**shapes), ServedModel(rig.model), SETTINGS | settings, ALONE)
+    rig.close()
+
+
+def test_ranks_that_have_the_same_kv_have_states_of_their_own(hybrid: Hybrid) -> None:
+    """Of latent KV, whose identity is that of a single rank."""
+    agreement = SimpleNamespace(rank=1, num_ranks=2)
+    states = open_states(hybrid.runner, ServedModel(hybrid.rig.model), SETTINGS, agreement)  # type: ignore[arg-type]
+    assert states is not None
+    assert (hybrid.rig.model.tp_rank, hybrid.rig.model.tp_size) == (0, 1)
+    assert (states.identity.tp_rank, states.identity.tp_size) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("temporal", "settings"),
+    [
+        ((2, 3, 4), {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 4}),
+        ((2, 3, 4), {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}),
+        ((0, 0, 0), {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1}),
+    ],
+)
+def test_states_of_drafted_tokens_are_none_of_boundaries(
+    temporal: tuple[int, ...], settings: dict[str, Any]
+) -> None:
+    """The pool has them beside those of requests. What is stored has the size and the name that it has
+    without them."""
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    rig, runner = Rig(PATIENCE_S), make_runner(temporal=temporal)
+    without = open_states(runner, ServedModel(rig.model), SETTINGS, ALONE)
+    of_requests = runner.req_to_token_pool.mamba_pool
+    parts = of_requests.mamba_cache
+    of_requests.mamba_cache = MambaPool.SpeculativeState(
+        conv=parts.conv,
+        temporal=parts.temporal,
+        intermediate_ssm=torch.zeros(2, 3, 4, *temporal),
+        intermediate_conv_window=[torch.zeros(2, 3, 4, 8, 2)],
+    )
+    states = open_states(runner, ServedModel(rig.model), SETTINGS | settings, ALONE)
+    assert states is not None
+    assert without is not None
+    assert (states.num_bytes, states.identity) == (without.num_bytes, without.identity)
     rig.close()
 
 
@@ -317,7 +367,11 @@ def test_token_ids_are_those_of_the_boundary(hybrid: Hybrid) -> None:
     assert hybrid.rig.store.lease(hybrid.states.identity, hybrid.rig.page_keys[-1:], wrong) is None
 
 
-def test_a_strategy_that_looks_at_attention_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("krul", "lfm2"), ("subspace", "jamba"), ("subspace", "mellum")]
+)
+def test_a_strategy_that_looks_at_attention_is_refused(strategy: str, kind: str) -> None:
+    """But bases of models of which they are learned."""
     runner = make_runner()
     runner.token_to_kv_pool = None
     runner.model_config = SimpleNamespace(
@@ -325,9 +379,10 @@ def test_a_strategy_that_looks_at_attention_is_refused() -> None:
         is_audio_model=False,
         is_image_understandable_model=False,
         is_audio_understandable_model=False,
+        hf_config=SimpleNamespace(model_type=kind),
     )
     with pytest.raises(UnsupportedSetupError, match="a Mamba or hybrid model and a strategy"):
-        attach_turn_capture(runner, KrulConfig(strategy="krul"))
+        attach_turn_capture(runner, KrulConfig(strategy=strategy))
 
 
 def test_the_pool_of_the_layers_with_attention_is_opened() -> None:
@@ -398,8 +453,7 @@ class Windowed:
             # SGLang's is without the token itself.
             sliding_window_size=num_pages * PAGE_SIZE - 1,
         )
-        pool: Any = dataclasses.make_dataclass("Pool", ["is_latent"])(False)
-        states = open_states(runner, pool, ServedModel(self.rig.model), SETTINGS)
+        states = open_states(runner, ServedModel(self.rig.model), SETTINGS, ALONE)
         assert states is not None
         self.states: BoundaryStates = states
         self.saver = StateSaver(self.rig.store, states, self.rig.pool)

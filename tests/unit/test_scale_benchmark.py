@@ -26,6 +26,6 @@ def test_the_cap_is_filled_and_what_is_in_the_index_is_found(
 def test_a_tier_that_gives_nothing_back_does_not_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Room, "make", lambda room, num_bytes: False)
+    monkeypatch.setattr(Room, "make", lambda *given: False)
     with pytest.raises(Exception, match="not written"):
         run(tmp_path, 32 << 20, 3000, seed=1)

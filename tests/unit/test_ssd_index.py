@@ -6,7 +6,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,8 @@ import lmdb
 import pytest
 
 from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
-from krul_backend.tiers.ssd.index import IndexChange, SegmentIndex
+from krul_backend.tiers.common.page_filter import DIGEST_BYTES
+from krul_backend.tiers.ssd.index import Entry, IndexChange, SegmentIndex, place_of
 from krul_backend.tiers.ssd.own_files import INDEX_FILES, format_directory
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import FaultyDisk, disk_bytes, has, open_tier, put
@@ -87,6 +88,8 @@ class Killer(FaultyDisk):
             self.kill("after a commit of the index")
 
         patch.setattr(SegmentIndex, "changing", watched)
+        # So that pages come into their table soon.
+        patch.setattr("krul_backend.tiers.ssd.index._NUM_PARTS", 4)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +160,56 @@ def test_logs_and_an_index_of_other_moments_give_right_bytes_or_misses(
         assert put(tier, "new", sizes=SIZES, seed=7)
         assert has(tier, "new", seed=7), (tier.stats(), logs.at, index.at)
         tier.close()
+
+
+def test_the_index_says_what_was_put_into_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("krul_backend.tiers.ssd.index._NUM_PARTS", 16)
+    draw = random.Random(0)
+    digests = [draw.randbytes(DIGEST_BYTES) for _ in range(200)]
+    record = Entry(4096, 100, 0, 0, 16, 1, 1, 10.0, 0.0, bytes(16), bytes(DIGEST_BYTES), b"")
+    index, held, records = SegmentIndex(tmp_path, 1 << 20), dict[bytes, int](), dict[int, list[bytes]]()
+    for step in range(1, 300):
+        pages = draw.sample(digests, draw.randint(1, 6))
+        gone = draw.sample(sorted(records), min(len(records), draw.choice((0, 0, 1, 3))))
+        is_failing = draw.random() < 0.1
+        before = held, records
+        with suppress(InterruptedError), index.changing() as change:
+            if draw.random() < 0.03:
+                change.empty()
+                held, records, gone = {}, {}, []
+            num_new = change.add(
+                place_of(1, step * 4096),
+                record._replace(used_at=step, pages=b"".join(pages)),
+                lambda place: True,
+            )
+            assert num_new == len(set(pages) - held.keys())
+            num_held = [change.remove(place)[1] for place in gone]
+            assert num_held == [list(held.values()).count(place) for place in gone]
+            if is_failing:
+                raise InterruptedError
+        if is_failing:
+            held, records = before
+        else:
+            if num_new:
+                records[place_of(1, step * 4096)] = pages
+                held = {**dict.fromkeys(pages, place_of(1, step * 4096)), **held}
+            held = {page: place for page, place in held.items() if place not in gone}
+            records = {place: pages for place, pages in records.items() if place not in gone}
+        if draw.random() < 0.2:
+            index.close()
+            index = SegmentIndex(tmp_path, 1 << 20)
+        assert index.pages(digests) == [held.get(digest) for digest in digests]
+        assert {place for place, _ in index.records()} == records.keys()
+        assert index.sample(draw, 8) <= records.keys()
+        assert bool(index.sample(draw, 8)) == bool(records)
+    for _ in range(16):
+        with index.changing():
+            pass
+    with index._env.begin() as txn:
+        # All have come to where they stay, and what is kept of changes has a bound.
+        assert txn.stat(index._pages)["entries"] == len(held)
+        assert txn.stat(index._recent)["entries"] == 16
+    index.close()
 
 
 def cut_off(index: Path) -> None:

@@ -48,9 +48,9 @@ class Restores:
             assert put(self.tier, f"c{number}", seed=number)
         self.store = TieredStore(HostStore(16 * MIB), [self.tier])
         records = list(self.tier._index.records())
-        # All lies in one file, and the first block is read from its own sector on.
+        # All lies in one file, and the first block is read from the sector on where its header ends.
         assert len({file_number_of(place) for place, _ in records}) == 1
-        self.offsets = [offset_of(place) + entry.header_num_bytes // 4096 * 4096 for place, entry in records]
+        self.offsets = [offset_of(place) for place, _ in records]
         self.disk.offsets.clear()
         self.disk.gate.clear()
 

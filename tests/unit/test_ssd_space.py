@@ -26,12 +26,14 @@ from tests.support.ssd_builders import (
     FILE_BYTES,
     FaultyDisk,
     begin_stalled_fetch,
+    busy_writer,
     data_ranges,
     disk_bytes,
     has,
     match,
     open_tier,
     put,
+    put_manifest,
     random_blocks,
 )
 from tests.support.store_builders import Clock, make_manifest, make_model, page_keys, read_tail
@@ -66,6 +68,27 @@ def test_the_cap_holds_and_the_newest_stay(tmp_path: Path) -> None:
     # All of the cap but the files' headers, and less than a record.
     num_files = len(list(tmp_path.rglob("*.log")))
     assert stats.num_segments == (CAPACITY_BYTES - num_files * BLOCK_BYTES) // RECORD_BYTES
+    tier.close()
+
+
+def test_what_waits_together_keeps_what_it_continues(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    tier = open_tier(tmp_path, disk)
+    number = 0
+    while tier.stats().free_bytes >= RECORD_BYTES:
+        assert put(tier, f"c{number}", sizes=SIZES)
+        number += 1
+    before = tier.stats().evicted_segments
+    with busy_writer(tier, disk):
+        # Room for these is made at once, and what the last one continues was used longest ago.
+        for name in ("x", "y", "z"):
+            assert put_manifest(tier, make_manifest(name, 0, 2, SIZES))
+        assert put_manifest(tier, make_manifest("c0", 2, 4, SIZES))
+    assert tier.flush(20)
+    assert tier.stats().skipped_segments == {}
+    assert tier.find_missing(make_model(), page_keys("c0", 0, 4)) == []
+    assert tier.stats().evicted_segments >= before + 4
+    assert_accounted(tier, tmp_path)
     tier.close()
 
 

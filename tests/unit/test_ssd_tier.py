@@ -17,6 +17,7 @@ from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.common.record import no_checksums
+from krul_backend.tiers.ssd.segment_reads import _HEADER_NUM_BYTES
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import (
     SIZES,
@@ -401,3 +402,18 @@ def test_segments_are_listed_and_costs_are_measured(tier: SsdTier) -> None:
 def test_a_capacity_without_room_for_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="4 of them"):
         open_tier(tmp_path, capacity_bytes=100_000)
+
+
+def test_a_header_that_is_longer_than_the_first_read_is_read_whole(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, "long", 0, 1000, seed=3)
+    put(tier, "short", seed=4)
+    tier.close()
+    tier = open_tier(tmp_path)
+    (run,) = match(tier, "long", 990, 1000)
+    assert (run.first_page, run.end_page) == (990, 1000)
+    assert run.segment.record.block_offsets[0] > 2 * _HEADER_NUM_BYTES
+    assert all(map(np.array_equal, fetch(tier, run), random_blocks(SIZES, 3)))
+    tier.release(run)
+    assert has(tier, "short", seed=4)
+    tier.close()

@@ -66,6 +66,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         # They would raise: there is no driver.
         torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment,return-value]
         torch.cuda.current_device = torch.cpu.current_device  # type: ignore[assignment]
+        torch.cuda.synchronize = lambda device=None: None
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         from krul_sglang.adapter.platforms import cpu_speculation

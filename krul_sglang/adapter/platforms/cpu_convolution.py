@@ -80,15 +80,19 @@ def convolve_next(
     cache_seqlens: torch.Tensor | None = None,
     conv_state_indices: torch.Tensor | None = None,
     pad_slot_id: int = PAD_SLOT,
+    **of_drafts: Any,
 ) -> torch.Tensor:
     """Convolve the next token of each request: ``x`` ``[batch, channels]``, and so the result.
 
     ``conv_state`` is written, as by ``convolve_prompts``; ``conv_state_indices`` ``[batch]`` are the slots.
+    With ``of_drafts`` the drafted tokens of each request are convolved: see ``convolve_drafts``.
     """
-    assert x.dim() == 2, x.shape
     assert cache_seqlens is None
     assert conv_state_indices is not None
     slots = conv_state_indices.long()
+    if of_drafts:
+        return convolve_drafts(x, conv_state[slots], weight, bias, activation, **of_drafts)
+    assert x.dim() == 2, x.shape
     rows = (slots != pad_slot_id).nonzero()[:, 0]
     slots = slots[rows]
     # [batch, channels, width]
@@ -97,6 +101,85 @@ def convolve_next(
     output = torch.zeros_like(x)
     output[rows] = _convolve(inputs, weight, bias, activation)[:, :, 0]
     return output
+
+
+def convolve_drafts(
+    x: torch.Tensor,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    *,
+    intermediate_conv_window: torch.Tensor,
+    intermediate_state_indices: torch.Tensor,
+    retrieve_next_token: torch.Tensor | None = None,
+    retrieve_next_sibling: torch.Tensor | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Convolve ``n`` drafted tokens of each request, each behind those on its path from the root.
+
+    Args:
+        x: ``[batch, channels, n]``, and so is the result.
+        states: ``[batch, channels, width - 1]``, of the requests before these tokens.
+        intermediate_conv_window: ``[rows, n or more, channels, width - 1]``, written: the state after each
+            token. ``intermediate_state_indices`` (``[batch]``) are the rows.
+        retrieve_next_token: ``[batch, n]``, the first child of each token, or -1; None: each follows the one
+            before it. ``retrieve_next_sibling``: the next child of the same parent.
+        retrieve_parent_token: ``[batch, n]``, written, for the recurrences that come after.
+    """
+    if retrieve_next_token is not None:
+        assert retrieve_next_sibling is not None
+        assert retrieve_parent_token is not None
+        _write_parents(retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
+    drafted, outputs = DraftStates(states.to(x.dtype), retrieve_parent_token), list[torch.Tensor]()
+    for token in x.unbind(2):
+        # [batch, channels, width]
+        inputs = torch.cat([drafted.before_next(), token[:, :, None]], dim=2)
+        outputs.append(_convolve(inputs, weight, bias, activation)[:, :, 0])
+        drafted.add(inputs[:, :, 1:])
+    drafted.write(intermediate_conv_window, intermediate_state_indices)
+    # SGLang lays tokens out one after another.
+    return torch.stack(outputs, dim=1).transpose(1, 2)
+
+
+class DraftStates:
+    """The states of requests after each of their drafted tokens.
+
+    Args:
+        before: the states before all of them, ``[batch, ...]``.
+        parents: ``[batch, n]``, which token each one follows, -1 for none; None: the one before it.
+    """
+
+    def __init__(self, before: torch.Tensor, parents: torch.Tensor | None) -> None:
+        self._states = [before]
+        self._parents = parents
+
+    def before_next(self) -> torch.Tensor:
+        """The state that the next token finds, ``[batch, ...]``."""
+        if self._parents is None:
+            return self._states[-1]
+        found = self._parents[:, len(self._states) - 1].long() + 1
+        return torch.stack(self._states)[found, torch.arange(len(found))]
+
+    def add(self, state: torch.Tensor) -> None:
+        """Note what the next token makes of it."""
+        self._states.append(state)
+
+    def write(self, buffer: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write the states to ``rows`` (``[batch]`` or more) of ``buffer``, ``[rows, n or more, ...]``."""
+        rows = rows[: len(self._states[0])].long()
+        for number, state in enumerate(self._states[1:]):
+            buffer[rows, number] = state.to(buffer.dtype)
+
+
+def _write_parents(children: torch.Tensor, siblings: torch.Tensor, parents: torch.Tensor) -> None:
+    """Write which token of a tree each one follows, by the first child and the next sibling of each."""
+    parents.fill_(-1)
+    for of_request, firsts, nexts in zip(parents, children.tolist(), siblings.tolist(), strict=True):
+        for token, child in enumerate(firsts):
+            while child >= 0:
+                of_request[child] = token
+                child = nexts[child]
 
 
 def _convolve(

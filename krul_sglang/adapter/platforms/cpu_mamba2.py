@@ -13,7 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from krul_sglang.adapter.platforms.cpu_convolution import PAD_SLOT, convolve_next, convolve_prompts
+from krul_sglang.adapter.platforms.cpu_convolution import (
+    PAD_SLOT,
+    DraftStates,
+    convolve_next,
+    convolve_prompts,
+)
 from krul_sglang.adapter.platforms.cpu_delta_rule import find_decays, read_and_write
 
 
@@ -60,7 +65,7 @@ def scan(
     repeats = x.shape[-3] // b.shape[-3]
     b, c = (each.float().repeat_interleave(repeats, dim=-3) for each in (b, c))
     x, steps = x.float(), F.softplus(dt.float() + dt_bias.float()[:, None])
-    decay, since_start = find_decays(steps * rate.float()[:, None])
+    decay, since_start = find_decays((steps * rate.float()[:, None])[..., None])
     y, state = read_and_write(state, c, b, steps[..., None] * x, decay, since_start)
     return y + skip.float()[:, None, None] * x, state
 
@@ -130,20 +135,38 @@ def scan_next(
     dt_softplus: bool,
     state_batch_indices: torch.Tensor,
     out: torch.Tensor,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
+    **options: Any,
 ) -> None:
-    """Scan the next token of each request.
+    """Scan the next token of each request, or ``n`` drafted ones, each behind those on its path.
 
     ``state`` (``[slots, H, P, N]``) is written, and ``out`` (``[batch, H, P]``); ``state_batch_indices``
     (``[batch]``) are the slots. ``x`` is ``[batch, H, P]``, ``B`` and ``C`` are ``[batch, G, N]``. The others
     repeat what a head has: ``dt`` ``[batch, H, P]``, ``A`` ``[H, P, N]``, ``D`` and ``dt_bias`` ``[H, P]``.
+
+    What is of tokens is ``[batch, n, ...]`` for drafted ones. Then ``state`` stays; the others are as for
+    ``cpu_delta_rule.verify_drafts``.
     """
     assert dt_softplus
     rows = (state_batch_indices != PAD_SLOT).nonzero()[:, 0]
     slots = state_batch_indices[rows].long()
-    # [batch, H, ...] -> [batch, H, 1, ...]
-    of_token = (each[rows, :, None] for each in (x, dt[..., 0], B, C))
     of_heads = {"rate": A[:, 0, 0], "skip": D[:, 0], "dt_bias": dt_bias[:, 0]}
-    y, states = scan(state[slots].float(), *of_token, **of_heads)
-    state[slots] = states.to(state.dtype)
+    # [batch, H, ...] or [batch, n, H, ...] -> [batch, n, H, 1, ...]
+    x, dt, B, C = (  # noqa: N806
+        each[rows].view(len(rows), -1, *each.shape[-2:]).unsqueeze(3) for each in (x, dt[..., :1], B, C)
+    )
+    drafted, outputs = DraftStates(state[slots].float(), retrieve_parent_token), list[torch.Tensor]()
+    for number in range(x.shape[1]):
+        of_token = x[:, number], dt[:, number, ..., 0], B[:, number], C[:, number]
+        y, after = scan(drafted.before_next(), *of_token, **of_heads)
+        drafted.add(after)
+        outputs.append(y[:, :, 0])
+    if intermediate_states_buffer is None:
+        state[slots] = after.to(state.dtype)
+    else:
+        assert intermediate_state_indices is not None
+        drafted.write(intermediate_states_buffer, intermediate_state_indices)
     out.zero_()
-    out[rows] = y[:, :, 0].to(out.dtype)
+    out[rows] = torch.stack(outputs, dim=1).view_as(out[rows]).to(out.dtype)

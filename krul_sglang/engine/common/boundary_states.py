@@ -80,11 +80,19 @@ class BoundaryStates:
             parts of it. Of windows a row is a token.
         layout: names what the bytes of a row mean.
         target: whose states these are.
+        rank, num_ranks: that share the states, also of a model whose KV they all have alike.
         window_pages: pages of the model's KV that a window may reach back; None: the states are recurrent.
     """
 
     def __init__(
-        self, pool: DevicePool, layout: str, target: ServedModel, *, window_pages: int | None = None
+        self,
+        pool: DevicePool,
+        layout: str,
+        target: ServedModel,
+        *,
+        rank: int,
+        num_ranks: int,
+        window_pages: int | None = None,
     ) -> None:
         self.pool = pool
         self.codec = ModelCodecs(pool.shape, pool.num_layers, None)
@@ -95,6 +103,7 @@ class BoundaryStates:
         row_bytes = pool.shape.k_token_bytes + pool.shape.v_token_bytes
         self.num_bytes = row_bytes * pool.num_layers * num_rows
         self._layout = layout
+        self._rank, self._num_ranks = rank, num_ranks
         self._target = target
         self._lock = threading.Lock()
         self._num_waiting = 0
@@ -122,6 +131,8 @@ class BoundaryStates:
             k_head_dim=shape.k_head_dim,
             v_head_dim=shape.v_head_dim,
             page_size=1 if self.window_pages is None else self.page_size,
+            tp_rank=self._rank,
+            tp_size=self._num_ranks,
         )
 
     def names(self, end_key: str, end_tokens: TokenIds, num_tokens: int) -> tuple[tuple[str, ...], TokenIds]:

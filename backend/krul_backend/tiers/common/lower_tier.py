@@ -370,6 +370,7 @@ class WriteQueue:
         self._is_woken = False
         self._num_put = 0
         self._num_bytes = 0
+        self._num_flushing = 0
         # Numbered in the order in which they were put; also those that are being written.
         self._unsettled: dict[QueuedSegment, int] = {}
 
@@ -399,10 +400,21 @@ class WriteQueue:
             self._changed.notify_all()
             return True
 
-    def wait(self) -> bool:
-        """Wait for a segment to take or a ``wake`` (True), or for the close of an empty queue (False)."""
+    def wait(self, num_bytes: int = 0, patience_s: float = 0.0) -> bool:
+        """Wait for a segment to take or a ``wake`` (True), or for the close of an empty queue (False).
+
+        A segment waits ``patience_s`` for others at most, until there are ``num_bytes`` or the queue is half
+        full, and not while anybody waits for a ``flush``.
+        """
+        num_bytes = min(num_bytes, self._max_num_bytes // 2)
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_woken or self._is_closed)
+            self._changed.wait_for(
+                lambda: (
+                    self._num_bytes >= num_bytes or self._is_woken or self._is_closed or self._num_flushing
+                ),
+                patience_s,
+            )
             was_woken, self._is_woken = self._is_woken, False
             return bool(self._waiting) or was_woken
 
@@ -458,12 +470,15 @@ class WriteQueue:
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             end = self._num_put
-            while next(iter(self._unsettled.values()), end) < end:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
-            return True
+            self._num_flushing += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(
+                    lambda: next(iter(self._unsettled.values()), end) >= end,
+                    max(deadline_s - time.monotonic(), 0.0),
+                )
+            finally:
+                self._num_flushing -= 1
 
     def close(self) -> None:
         """Accept no more segments; those that wait can still be taken."""

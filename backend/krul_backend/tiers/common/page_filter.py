@@ -17,12 +17,12 @@ from krul_backend.segment import ModelIdentity
 NUM_BYTES = 16 << 20
 """With 4 million pages, 3% of those that are not stored pass for stored; with 40 million, a quarter does."""
 
-DIGEST_BYTES = 16
+DIGEST_BYTES = 8
 
 
 def digest_of(fingerprint: str, page_key: str) -> bytes:
     """Stands for a page of a model. The index of the SSD tier has it in its files."""
-    return xxhash.xxh3_128_digest(f"{fingerprint}/{page_key}".encode())
+    return xxhash.xxh3_64_digest(f"{fingerprint}/{page_key}".encode())
 
 
 class PageFilter:
@@ -66,8 +66,7 @@ class PageFilter:
     def add(self, digests: Iterable[bytes]) -> None:
         """Add pages by their ``digest_of``, several of which may be joined. Only for who made the filter."""
         assert self._bytes.flags.writeable, "another process made this filter"
-        firsts = np.frombuffer(b"".join(digests), dtype="<u8")[:: DIGEST_BYTES // 8]
-        bits = firsts % np.uint64(self._num_bits)
+        bits = np.frombuffer(b"".join(digests), dtype="<u8") % np.uint64(self._num_bits)
         masks = np.uint8(1) << (bits & np.uint64(7)).astype(np.uint8)
         # Of two threads that change one byte at once, one would lose its bit.
         with self._lock:
@@ -76,6 +75,6 @@ class PageFilter:
     def may_have(self, model: ModelIdentity, page_key: str) -> bool:
         """False if the page was never added, and the filter is complete."""
         digest = digest_of(model.fingerprint, page_key)
-        bit = int.from_bytes(digest[:8], "little") % self._num_bits
+        bit = int.from_bytes(digest, "little") % self._num_bits
         # In this order: when it is complete, all bits are there.
         return not self.is_complete or bool(self._file[bit >> 3] >> (bit & 7) & 1)

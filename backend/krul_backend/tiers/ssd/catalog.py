@@ -140,7 +140,7 @@ class Catalog:
         if entry is None:
             return False
         found = self.index.pages(entry.digests)
-        self._gone[place] = entry, sum(each is not None and each[0] == place for each in found)
+        self._gone[place] = entry, found.count(place)
         self._forget(place)
         return True
 
@@ -174,12 +174,12 @@ class Catalog:
         segment = self._segments.get(place)
         return segment is not None and segment.num_holds > 0
 
-    def find(self, model: ModelIdentity, page_keys: Iterable[str]) -> list[tuple[int, int] | None]:
-        """For each page the place of the record that has it, and which page of it that is."""
+    def find(self, model: ModelIdentity, page_keys: Iterable[str]) -> list[int | None]:
+        """For each page the place of the record that has it."""
         fingerprint = model.fingerprint
         found = self.index.pages(digest_of(fingerprint, key) for key in page_keys)
         return [
-            each if each is not None and self._is_usable(each[0], fingerprint) else None for each in found
+            place if place is not None and self._is_usable(place, fingerprint) else None for place in found
         ]
 
     def has(self, place: int) -> bool:
@@ -207,17 +207,23 @@ class Catalog:
         uses wait that they should be put into the index."""
         path = list(dict.fromkeys(places))
         while path:
-            entry = self.index.entry(path[0])
-            (before,) = self.index.pages([entry.before]) if entry is not None else (None,)
+            before = self._before(path[0])
             # Segments that share pages can name each other.
-            if before is None or before[0] in path:
+            if before is None or before in path:
                 break
-            path.insert(0, before[0])
+            path.insert(0, before)
         for place in reversed(path):
             # Those at the end of a conversation leave before those at its beginning.
             self._uses.pop(place, None)
             self._uses[place] = self._now()
         return len(self._uses) >= _MAX_USES
+
+    def _before(self, place: int) -> int | None:
+        """The record that one continues."""
+        segment = self._segments.get(place)
+        # Read before, so that it is not looked up.
+        entry = self.index.entry(place) if segment is None else Entry.of(segment.record, 0, 0.0)
+        return self.index.pages([entry.before])[0] if entry is not None else None
 
     def used_at_s(self, place: int, entry: Entry) -> float:
         """When a segment was used last, as ``time.time``."""
@@ -229,7 +235,7 @@ class Catalog:
         if entry is None:
             return False
         found = self.index.pages(entry.digests)
-        is_shared = any(each is not None and each[0] != place for each in found)
+        is_shared = any(each not in (None, place) for each in found)
         return is_shared or self.index.num_following(entry.digests) > 0
 
     def victims(self) -> Iterator[tuple[int, Entry]]:
@@ -371,7 +377,7 @@ class Catalog:
                 # What they continue leaves after them.
                 (before,) = self.index.pages([entry.before]) if entry is not None else (None,)
                 if before is not None:
-                    self.touch([before[0]])
+                    self.touch([before])
 
     def _is_usable(self, place: int, fingerprint: str) -> bool:
         number = file_number_of(place)

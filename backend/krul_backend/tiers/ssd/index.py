@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
+import numpy as np
 import orjson
 
 from krul_backend.errors import DaemonError
@@ -23,9 +24,13 @@ from krul_backend.tiers.ssd.own_files import INDEX_FILES, INDEX_NAME, remove_ind
 
 logger = logging.getLogger(__name__)
 
-_PLACE, _COUNT, _PAGE = struct.Struct(">Q"), struct.Struct("<I"), struct.Struct(">QI")
-_FIXED = struct.Struct("<QQQQQIIIfd16s16s")
+_PLACE, _COUNT, _CHANGE = struct.Struct(">Q"), struct.Struct("<I"), struct.Struct(f"{DIGEST_BYTES}s8s")
+_FIXED = struct.Struct(f"<QQQQIIIfd16s{DIGEST_BYTES}s")
 _NOTHING = bytes(DIGEST_BYTES)
+_NOWHERE = _PLACE.pack(0)
+"""The place of a page that left."""
+_NUM_PARTS = 2048
+"""Of all digests: the pages of one part are put into their table with each change of the index."""
 _STATE = b"state"
 _LEAST_MAP_BYTES = 1 << 30
 _MAX_LISTED = 1024
@@ -52,7 +57,6 @@ class Entry(NamedTuple):
     """
 
     record_num_bytes: int
-    header_num_bytes: int
     num_bytes: int
     used_at: int
     start_token: int
@@ -72,7 +76,6 @@ class Entry(NamedTuple):
         fingerprint, parent = manifest.model.fingerprint, manifest.parent_key
         return cls(
             record.num_bytes,
-            record.block_offsets[0],
             manifest.num_bytes,
             used_at,
             manifest.start_token,
@@ -117,15 +120,25 @@ class State(NamedTuple):
         )
 
 
+def _part_of(digest: bytes) -> int:
+    # Digests of one part lie side by side in their table.
+    return int.from_bytes(digest[:2], "big") * _NUM_PARTS >> 16
+
+
 class SegmentIndex:
-    """Five tables in one LMDB file. Any thread may read; one thread changes, and what it changes is seen, and
+    """Six tables in one LMDB file. Any thread may read; one thread changes, and what it changes is seen, and
     durable, when its ``changing`` ends::
 
-        pages      digest of a page        place of the record that has it, and which page it is there
+        pages      digest of a page        place of the record that has it, but for what is in ``recent``
+        recent     number of a change      digests and new places of the pages that changed; 0: left
         segments   place                   Entry
         order      used_at                 place
         follows    digest of a page        how many records continue it, or have it, too
         dead       place                   bytes of a record that left, of which it is not known to be a hole
+
+    As digests are random, each page would cost a block of ``pages``, written once more. So changes of pages
+    are written one after the other to ``recent`` and kept in memory, and with each change of the index one of
+    ``_NUM_PARTS`` parts of them goes into ``pages``, many to a block.
 
     Raises:
         lmdb.Error: the file is damaged, or the disk fails; so do all methods.
@@ -145,8 +158,22 @@ class SegmentIndex:
             # What is missing of a mapped file would end the process.
             self._env.close()
             raise lmdb.CorruptedError("the file was cut off")
-        names = (b"pages", b"segments", b"order", b"follows", b"dead")
-        self._pages, self._segments, self._order, self._follows, self._dead = map(self._env.open_db, names)
+        names = (b"pages", b"recent", b"segments", b"order", b"follows", b"dead")
+        self._pages, self._recent, *others = map(self._env.open_db, names)
+        self._segments, self._order, self._follows, self._dead = others
+        # By part: what may not be in ``pages`` yet, the packed places by digest.
+        self._moved: list[dict[bytes, bytes]] = [{} for _ in range(_NUM_PARTS)]
+        with self._env.begin(self._recent) as txn:
+            rows = [(*_PLACE.unpack(key), data) for key, data in txn.cursor()]
+        for number, data in rows:
+            parts = np.frombuffer(data, ">u2")[:: _CHANGE.size // 2].astype(np.int64) * _NUM_PARTS >> 16
+            # Of parts that have not had their turn since.
+            late = np.flatnonzero(number + (parts - number) % _NUM_PARTS > rows[-1][0])
+            # A record's pages share one object.
+            places = dict[bytes, bytes]()
+            for part, at in zip(parts[late].tolist(), (_CHANGE.size * late).tolist(), strict=True):
+                digest, place = _CHANGE.unpack_from(data, at)
+                self._moved[part][digest] = places.setdefault(place, place)
 
     def close(self) -> None:
         self._env.close()
@@ -161,11 +188,12 @@ class SegmentIndex:
         files = {int(number): tuple(of) for number, of in state.pop("files").items()}
         return State(files, **state)
 
-    def pages(self, digests: Iterable[bytes]) -> list[tuple[int, int] | None]:
-        """For each page the place of its record, and which page of it that is."""
+    def pages(self, digests: Iterable[bytes]) -> list[int | None]:
+        """For each page the place of its record."""
+        # In this order: what is not here any more is in the table then.
+        found = [(digest, self._moved[_part_of(digest)].get(digest)) for digest in digests]
         with self._env.begin(self._pages) as txn:
-            found = map(txn.get, digests)
-            return [None if data is None else _PAGE.unpack(data) for data in found]
+            return [_unpacked(txn.get(digest) if place is None else place) for digest, place in found]
 
     def entry(self, place: int) -> Entry | None:
         with self._env.begin(self._segments) as txn:
@@ -206,20 +234,38 @@ class SegmentIndex:
                 yield _PLACE.unpack(key)[0], _PLACE.unpack(data)[0]
 
     def sample(self, draw: random.Random, num_places: int) -> set[int]:
-        """Some places at random, those of many pages more often."""
-        found = set()
-        with self._env.begin(self._pages) as txn:
+        """Some places at random, those behind large records and holes more often."""
+        found = set[int]()
+        with self._env.begin(self._segments) as txn:
             cursor = txn.cursor()
+            if not cursor.first():
+                return found
+            first = file_number_of(*_PLACE.unpack(cursor.key()))
+            cursor.last()
+            last = file_number_of(*_PLACE.unpack(cursor.key()))
             for _ in range(num_places):
-                if cursor.set_range(draw.randbytes(DIGEST_BYTES)):
-                    found.add(_PAGE.unpack(cursor.value())[0])
+                number = draw.randint(first, last)
+                # To the last record of this file, or of the one before it.
+                if cursor.set_range(_PLACE.pack(place_of(number + 1, 0))):
+                    cursor.prev()
+                else:
+                    cursor.last()
+                (end,) = _PLACE.unpack(cursor.key())
+                cursor.set_range(_PLACE.pack(draw.randint(min(place_of(number, 0), end), end)))
+                found.add(*_PLACE.unpack(cursor.key()))
         return found
 
     @contextmanager
     def changing(self) -> Iterator[IndexChange]:
         """Change the index: all of it, durably, or nothing if an error comes."""
         with self._env.begin(write=True) as txn:
-            yield IndexChange(self, txn)
+            change = IndexChange(self, txn)
+            yield change
+            part = change.note_pages()
+        self._moved = change.moved
+        for digest, place in change.pages.items():
+            self._moved[_part_of(digest)][digest] = place
+        self._moved[part] = {}
 
 
 def open_index(disk: Disk, directory: Path, capacity_bytes: int) -> SegmentIndex:
@@ -237,7 +283,7 @@ def open_index(disk: Disk, directory: Path, capacity_bytes: int) -> SegmentIndex
         index = SegmentIndex(directory, capacity_bytes)
         index.load_state()
         return index
-    except (lmdb.Error, ValueError) as error:
+    except (lmdb.Error, ValueError, struct.error) as error:
         logger.warning("the index in %s is made again: %s", directory, error)
     try:
         remove_index(disk, directory)
@@ -248,36 +294,65 @@ def open_index(disk: Disk, directory: Path, capacity_bytes: int) -> SegmentIndex
         ) from error
 
 
+def _unpacked(place: bytes | None) -> int | None:
+    return None if place is None or place == _NOWHERE else _PLACE.unpack(place)[0]
+
+
 class IndexChange:
-    """A transaction of ``SegmentIndex``."""
+    """A transaction of ``SegmentIndex``. ``pages``: the packed places of the pages that it changes; ``moved``
+    is the index's, of earlier ones."""
 
     def __init__(self, index: SegmentIndex, txn: Any) -> None:
         self._txn = txn
-        self._pages, self._segments, self._order = index._pages, index._segments, index._order
-        self._follows, self._dead = index._follows, index._dead
+        self._pages, self._recent, self._segments = index._pages, index._recent, index._segments
+        self._order, self._follows, self._dead = index._order, index._follows, index._dead
+        self.pages: dict[bytes, bytes] = {}
+        self.moved = index._moved
 
     def empty(self) -> None:
         """Forget everything."""
-        for table in (self._pages, self._segments, self._order, self._follows, self._dead):
+        tables = (self._pages, self._recent, self._segments, self._order, self._follows, self._dead)
+        for table in tables:
             self._txn.drop(table, delete=False)
         self._txn.delete(_STATE)
+        self.pages, self.moved = {}, [{} for _ in range(_NUM_PARTS)]
+
+    def note_pages(self) -> int:
+        """Write down the pages that changed, and put those of the next part into their table: returns which
+        part that is. The end of each transaction."""
+        cursor = self._txn.cursor(self._recent)
+        number = _PLACE.unpack(cursor.key())[0] + 1 if cursor.last() else 0
+        part = number % _NUM_PARTS
+        data = b"".join(digest + place for digest, place in self.pages.items())
+        self._txn.put(_PLACE.pack(number), data, append=True, db=self._recent)
+        if number >= _NUM_PARTS:
+            # All parts have had their turn since.
+            self._txn.delete(_PLACE.pack(number - _NUM_PARTS), db=self._recent)
+        new = {digest: place for digest, place in self.pages.items() if _part_of(digest) == part}
+        for digest, place in sorted({**self.moved[part], **new}.items()):
+            if place == _NOWHERE:
+                self._txn.delete(digest, db=self._pages)
+            else:
+                self._txn.put(digest, place, db=self._pages)
+        return part
+
+    def _place_of_page(self, digest: bytes) -> int | None:
+        place = self.pages.get(digest) or self.moved[_part_of(digest)].get(digest)
+        return _unpacked(place or self._txn.get(digest, db=self._pages))
 
     def has(self, place: int) -> bool:
         return self._txn.get(_PLACE.pack(place), db=self._segments) is not None
 
     def add(self, place: int, entry: Entry, is_usable: Callable[[int], bool]) -> int:
         """Enter a record for the pages that no usable one has; returns their number. Nothing is done if 0."""
-        new, hidden = [], []
-        for page, digest in enumerate(entry.digests):
-            data = self._txn.get(digest, db=self._pages)
-            if data is None or not is_usable(_PAGE.unpack(data)[0]):
-                new.append((digest, _PAGE.pack(place, page)))
-            else:
-                hidden.append(digest)
+        new, hidden = list[bytes](), list[bytes]()
+        for digest in entry.digests:
+            holder = self._place_of_page(digest)
+            is_new = holder is None or not is_usable(holder)
+            (new if is_new else hidden).append(digest)
         if not new:
             return 0
-        for digest, data in new:
-            self._txn.put(digest, data, db=self._pages)
+        self.pages.update(dict.fromkeys(new, _PLACE.pack(place)))
         for digest in hidden:
             self._count(digest, 1)
         self._txn.put(_PLACE.pack(place), entry.encode(), db=self._segments)
@@ -287,8 +362,7 @@ class IndexChange:
 
     def superseded_by(self, pages: Sequence[bytes]) -> list[int]:
         """The records all of whose pages are among these."""
-        found = (self._txn.get(digest, db=self._pages) for digest in pages)
-        places = dict.fromkeys(_PAGE.unpack(data)[0] for data in found if data is not None)
+        places = dict.fromkeys(place for place in map(self._place_of_page, pages) if place is not None)
         entries = ((place, self._txn.get(_PLACE.pack(place), db=self._segments)) for place in places)
         return [place for place, data in entries if data and set(Entry.decode(data).digests) <= set(pages)]
 
@@ -301,9 +375,8 @@ class IndexChange:
         self._txn.delete(_PLACE.pack(entry.used_at), db=self._order)
         num_pages = 0
         for digest in entry.digests:
-            held = self._txn.get(digest, db=self._pages)
-            if held is not None and _PAGE.unpack(held)[0] == place:
-                self._txn.delete(digest, db=self._pages)
+            if self._place_of_page(digest) == place:
+                self.pages[digest] = _NOWHERE
                 num_pages += 1
             else:
                 self._count(digest, -1)

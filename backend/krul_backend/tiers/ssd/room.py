@@ -20,8 +20,9 @@ _MAX_REMOVED = 1024
 MAX_FILES = 256
 """As each of them is open; a file stays as long as one record in it is used."""
 
-_STEP_SHARE = 64
-"""Of the capacity: so much is evicted at once, as each time the index is synced."""
+_LEAST_SHARE, _LARGEST_SHARE = 64, 8
+"""Of the capacity: so much is evicted at once, as each time the index is synced; more than the former only
+for what waits to be written."""
 
 
 class Room:
@@ -41,8 +42,9 @@ class Room:
     def max_record_bytes(self) -> int:
         return self._capacity_bytes - FILE_HEADER_NUM_BYTES
 
-    def make(self, record_num_bytes: int) -> bool:
-        """Free space until a record of this size can be appended.
+    def make(self, record_num_bytes: int, num_bytes_to_come: int = 0) -> bool:
+        """Free space until a record of this size can be appended; if that takes an eviction, for all that the
+        caller is about to append, about.
 
         False if segments that are held leave no room.
 
@@ -59,7 +61,8 @@ class Room:
             if shortfall <= 0 and not has_too_many:
                 return True
             if writer.can_punch and not has_too_many:
-                victims = self._victims(max(shortfall, self._capacity_bytes // _STEP_SHARE))
+                at_once = min(num_bytes_to_come, self._capacity_bytes // _LARGEST_SHARE)
+                victims = self._victims(max(shortfall, self._capacity_bytes // _LEAST_SHARE, at_once))
             else:
                 victims = self._rest()
             if self._evict(victims):

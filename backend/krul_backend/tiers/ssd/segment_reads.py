@@ -19,7 +19,13 @@ from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.common.lower_tier import MeasuredCost, TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
-from krul_backend.tiers.common.record import RECORD_ALIGN, aligned, decode_header
+from krul_backend.tiers.common.record import (
+    FIXED_NUM_BYTES,
+    RECORD_ALIGN,
+    aligned,
+    decode_header,
+    decode_size,
+)
 from krul_backend.tiers.ssd.catalog import SsdSegment
 from krul_backend.tiers.ssd.disk import Disk, open_for_reading, write_all
 from krul_backend.tiers.ssd.index import file_number_of, offset_of
@@ -40,6 +46,9 @@ _RATE_NUM_BYTES = 8 << 20
 _CHUNK_NUM_BYTES = 1 << 20
 """Layers of a segment that lie side by side are read together up to this size, so that none waits long for
 those of another segment."""
+
+_HEADER_NUM_BYTES = 16 << 10
+"""So much is read of a record to know its header; of a longer one the rest is read then."""
 
 _UNMEASURED = TierCost(latency_s=1e-3, byte_s=1e-8)
 """The cost of a slow disk."""
@@ -260,8 +269,10 @@ class SegmentReads:
         read_bytes = sum(chunk.num_bytes for chunk in asked)
         state.counters.add(read_segments=len(good), read_bytes=read_bytes)
 
-    def load(self, place: int) -> SsdSegment | None:
+    def load(self, place: int, is_there: Callable[[], bool] | None = None) -> SsdSegment | None:
         """The segment at a place, held; its header is read if it is not in memory. None if it has left.
+
+        ``is_there``: whether it is still stored, by what the caller has read of the index already.
 
         Raises:
             TierReadError: the medium fails, or (its cause is a RecordError) the header is not right: then the
@@ -270,32 +281,45 @@ class SegmentReads:
         state, number = self._state, file_number_of(place)
         with state.lock:
             catalog, file = state.catalog, self._writer.files.get(number)
-            segment, entry = catalog.kept(place), catalog.index.entry(place)
+            segment = catalog.kept(place)
             if segment is not None and segment.is_indexed:
                 segment.num_holds += 1
                 return segment
-            if file is None or entry is None or not state.is_usable:
+            is_there = is_there if is_there is not None else lambda: catalog.has(place)
+            if file is None or not is_there() or not state.is_usable:
                 return None
             file.num_holds += 1
-        header = bytearray()
-        part = FileRange(file.read_fd, offset_of(place), aligned(entry.header_num_bytes, RECORD_ALIGN))
+        offset = offset_of(place)
         try:
+            record = decode_header(self._header(file, offset), file.place(offset))
+        except RecordError as error:
+            state.quarantine(place, error)
+            raise TierReadError(f"wrong bytes on the SSD: {error}") from error
+        finally:
+            self._writer.release(file)
+        with state.lock:
+            if not is_there():
+                return None
+            segment = catalog.keep(SsdSegment(record, file, offset))
+            segment.num_holds += 1
+            return segment
+
+    def _header(self, file: LogFile, offset: int) -> bytes:
+        """A record's header and some bytes after it. Raises RecordError, TierReadError."""
+        header, left_bytes = bytearray(), file.num_synced_bytes - offset
+        num_bytes = min(_HEADER_NUM_BYTES, left_bytes)
+        while len(header) < num_bytes <= left_bytes:
+            part = FileRange(
+                file.read_fd, offset + len(header), aligned(num_bytes, RECORD_ALIGN) - len(header)
+            )
+            with self._state.lock:
+                file.num_holds += 1
             with self._medium_errors():
                 self._reader.read(
                     [part], lambda *at: header.extend(at[2]), lambda: self._writer.release(file)
                 )
-            record = decode_header(bytes(header), file.place(part.offset))
-            if record.num_bytes != entry.record_num_bytes:
-                raise RecordError(f"a record of {record.num_bytes} bytes, not of {entry.record_num_bytes}")
-        except RecordError as error:
-            state.quarantine(place, error)
-            raise TierReadError(f"wrong bytes on the SSD: {error}") from error
-        with state.lock:
-            if not catalog.has(place):
-                return None
-            segment = catalog.keep(SsdSegment(record, file, part.offset))
-            segment.num_holds += 1
-            return segment
+            num_bytes = decode_size(bytes(header[:FIXED_NUM_BYTES]))[0]
+        return bytes(header)
 
     @contextmanager
     def _medium_errors(self) -> Iterator[None]:

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 _CLEAR_TIMEOUT_S = 5.0
 """A clear waits so long until it is noted on the disk."""
 
+_PATIENCE_S = 0.1
+"""A segment waits so long for others: each sync, and each change of the index, writes blocks of its own."""
+
 
 class SegmentWrites:
     """Writes queued segments, and notes clears, in a thread of its own: no other changes files. Thread-safe.
@@ -133,7 +136,7 @@ class SegmentWrites:
 
     def _serve(self) -> None:
         is_open = self._open()
-        while is_open and self.queue.wait():
+        while is_open and self.queue.wait(GROUP_NUM_BYTES, _PATIENCE_S):
             items: list[QueuedSegment] = []
             try:
                 # Before new segments are taken, and never between two of a group: what was taken before a
@@ -167,13 +170,16 @@ class SegmentWrites:
             self._state.catalog.commit()
             self._room.give_back()
             for item in items:
+                # Its use keeps what they continue from being evicted for them.
+                with self._state.lock:
+                    self._touch_page(item.manifest.model, item.manifest.parent_key)
+            sizes = [segment_num_bytes(item.manifest, item.metadata) for item in items]
+            for i, item in enumerate(items):
                 manifest = item.manifest
                 with self._state.lock:
                     if None not in self._state.catalog.find(manifest.model, manifest.page_keys):
                         continue
-                    # Its use keeps what it continues from being evicted for it.
-                    self._touch_page(manifest.model, manifest.parent_key)
-                if not self._room.make(segment_num_bytes(manifest, item.metadata)):
+                if not self._room.make(sizes[i], sum(sizes[i:])):
                     self._state.counters.skip("no room")
                     continue
                 if not self._is_continuing(manifest, appended):
@@ -199,7 +205,7 @@ class SegmentWrites:
     def _touch_page(self, model: ModelIdentity, page_key: str | None) -> None:
         (found,) = self._state.catalog.find(model, (page_key,)) if page_key is not None else (None,)
         if found is not None:
-            self._state.catalog.touch([found[0]])
+            self._state.catalog.touch([found])
 
     def _is_continuing(self, manifest: SegmentManifest, appended: set[tuple[str, str]]) -> bool:
         """Whether a segment begins a conversation, or continues one here: else it could never be found.

@@ -271,14 +271,14 @@ class SsdTier(LowerTier):
         runs: list[PageRun[SsdSegment]] = []
         keys, page_size, at = tuple(page_keys), model.page_size, 0
         while at < len(keys):
-            (found,) = self._find(model, keys[at : at + 1])
-            segment = self._segment(found[0]) if found is not None else None
-            if found is None or segment is None:
+            segment = self._holder(model, keys[at])
+            if segment is None:
                 break
-            manifest, first_page = segment.manifest, found[1]
+            manifest = segment.manifest
+            first_page = manifest.page_keys.index(keys[at])
             start_token = manifest.start_token + first_page * page_size
             num_keys = num_right = 0
-            if manifest.model == model and next_token in (None, start_token):
+            if next_token in (None, start_token):
                 num_keys, num_right = num_right_pages(manifest, first_page, keys, at, token_ids)
             if num_right:
                 runs.append(PageRun(segment, first_page, first_page + num_right))
@@ -292,7 +292,7 @@ class SsdTier(LowerTier):
             self._touch([run.segment.segment_id for run in runs])
         return tuple(runs)
 
-    def _find(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[tuple[int, int] | None]:
+    def _find(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[int | None]:
         """As ``Catalog.find``; nothing while nothing may be found, or if the index cannot be read."""
         state = self._state
         with self._catalog() as catalog:
@@ -319,12 +319,24 @@ class SsdTier(LowerTier):
         if has_many:
             self._state.wake()
 
-    def _segment(self, place: int) -> SsdSegment | None:
+    def _segment(self, place: int, is_there: Callable[[], bool] | None = None) -> SsdSegment | None:
         """The segment at a place, held; None if it has left or cannot be read."""
         try:
-            return self._reads.load(place)
+            return self._reads.load(place, is_there)
         except TierReadError:
             return None
+
+    def _holder(self, model: ModelIdentity, page_key: str) -> SsdSegment | None:
+        """The segment that has a page, held; None if there is none, or it cannot be read."""
+        (place,) = self._find(model, (page_key,))
+        if place is None:
+            return None
+        segment = self._segment(place, lambda: self._state.catalog.find(model, (page_key,)) == [place])
+        # What the index says is checked: digests may be equal.
+        if segment is None or (segment.manifest.model == model and page_key in segment.manifest.page_keys):
+            return segment
+        self._let_go(segment)
+        return None
 
     def _let_go(self, segment: SsdSegment) -> None:
         with self._state.lock:
@@ -371,10 +383,10 @@ class SsdTier(LowerTier):
 
     def _remove_like(self, manifest: SegmentManifest) -> None:
         """Take out what holds a page of a segment and is encoded like it."""
-        found: Sequence[tuple[int, int] | None] = ()
+        found: Sequence[int | None] = ()
         with self._catalog() as catalog:
             found = catalog.find(manifest.model, manifest.page_keys)
-        for place in dict.fromkeys(each[0] for each in found if each is not None):
+        for place in dict.fromkeys(place for place in found if place is not None):
             segment = self._segment(place)
             if segment is not None:
                 self._let_go(segment)
@@ -384,19 +396,17 @@ class SsdTier(LowerTier):
         self._state.wake()
 
     def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
-        (found,) = self._find(model, (page_key,))
-        segment = self._segment(found[0]) if found is not None else None
+        segment = self._holder(model, page_key)
         if segment is None:
             return None
         self._let_go(segment)
-        is_right = segment.manifest.model == model and page_key in segment.manifest.page_keys
-        return segment.manifest if is_right else None
+        return segment.manifest
 
     def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
         (found,) = self._find(model, (page_key,))
         if found is not None:
             with self._catalog() as catalog:
-                return catalog.is_continued(found[0])
+                return catalog.is_continued(found)
         return False
 
     def cost(self) -> TierCost:
