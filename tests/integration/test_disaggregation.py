@@ -22,7 +22,7 @@ from tests.support.scenario import (
     settled_stats,
     small_krul_server_args,
 )
-from tests.support.server_plugin import WITH_PLUGIN, faulty_loads
+from tests.support.server_plugin import SENDING, WITH_PLUGIN, faulty_loads
 
 pytest.importorskip("mooncake.engine", reason="`make mooncake` installs what sends KV", exc_type=ImportError)
 
@@ -63,7 +63,7 @@ def served(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Iter
     krul = small_krul_server_args(POOL_TOKENS, {"planner": "random"})
     # Requests that are retracted would be copied to memory that CUDA locks.
     plain = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384", "--disaggregation-decode-retraction-backup", "none")
-    env = STRICT | (faulty_loads("load-error") if request.param else WITH_PLUGIN)
+    env = STRICT | SENDING | (faulty_loads("load-error") if request.param else WITH_PLUGIN)
     with (
         ForkedServer(model, args=(*krul, *apart, "--disaggregation-mode", "prefill"), env=env) as prefill,
         ForkedServer(model, args=(*plain, *apart, "--disaggregation-mode", "decode")) as decode,

@@ -24,6 +24,7 @@ _ROUND_HEADS = "TESTS_ROUND_HEADS"
 _LEAVE_OUT_DRAFTS = "TESTS_LEAVE_OUT_DRAFTS"
 _LEAVE_OUT_STATES = "TESTS_LEAVE_OUT_STATES"
 _SPOIL_STATES = "TESTS_SPOIL_STATES"
+_SENDS_PAGEABLE = "TESTS_SENDS_PAGEABLE"
 _ASK = "krul_backend.daemon.client.request_channel.RequestChannels.ask"
 _MAKE_LOADER = "krul_sglang.engine.restore.loading.LayerWiseLoader.__init__"
 _LEASE_DRAFTS = "krul_sglang.engine.restore.draft_loads.DraftLoads.lease"
@@ -51,6 +52,9 @@ ROUNDED_HEADS = {**WITH_PLUGIN, _ROUND_HEADS: "1"}
 
 LEFT_OUT_STATES = {**WITH_PLUGIN, _LEAVE_OUT_STATES: "1"}
 """Environment of a server that never loads the states of recurrent layers, and so gives wrong answers."""
+
+SENDING = {_SENDS_PAGEABLE: "1"}
+"""Environment, beside another one, of a server that sends KV to another one, on a CPU."""
 
 SPOILED_STATES = {**WITH_PLUGIN, _SPOIL_STATES: "1"}
 """Environment of a server whose stored states of recurrent layers have a wrong byte each."""
@@ -106,6 +110,11 @@ def register() -> None:
 
     if os.environ.get(_SKIP_HEADS):
         HookRegistry.register(_RECOMPUTE, skip_heads, HookType.AROUND)
+    if os.environ.get(_SENDS_PAGEABLE):
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+        # It would copy slots to memory that CUDA locks.
+        MooncakeKVSender.supports_host_tensor_indices = False
     if os.environ.get(_LEAVE_OUT_DRAFTS):
         HookRegistry.register(_LEASE_DRAFTS, lambda original, *args: {}, HookType.AROUND)
     if os.environ.get(_LEAVE_OUT_STATES):
