@@ -102,6 +102,10 @@ SERVED = (
         "--enable-dp-attention, --attn-dp-size 2, by whole loads; also with latent KV and MTP",
         "tests/integration/test_dp_attention.py",
     ),
+    Served(
+        "--disaggregation-mode prefill, Mooncake sending over TCP, and a server without krul that decodes",
+        "tests/integration/test_disaggregation.py",
+    ),
     Served("--dp-size 2 with endpoint", "tests/integration/test_tiers_serving.py"),
     Served("--dtype float32, bfloat16", "tests/integration/test_lossless.py"),
     Served("the radix tree in Rust and in Python", "tests/integration/test_lossless.py"),
@@ -156,6 +160,10 @@ UNTESTED = (
     ),
     Untested(
         "--enable-dp-attention with --speculative-algorithm EAGLE3", "draft KV comes before the batch, too"
+    ),
+    Untested(
+        "--disaggregation-mode prefill with other ways to send, --tp-size, speculation, latent KV or states",
+        "what is sent is read from the pool after the forward that waited for its loads",
     ),
     Untested("--enable-torch-compile"),
     Untested("--quantization of weights"),
