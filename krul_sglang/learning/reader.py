@@ -209,13 +209,13 @@ class TextReader:
             with self._only(layer):
                 for number, text in enumerate(texts):
                     before = text.before[layer]
-                    if isinstance(before, LayerKV):
+                    if not isinstance(before, tuple):
                         before = LayerKV(self._leaf(before.k.float()), self._leaf(before.v.float()))
                     entering = self._leaf(text.inputs[layer])
                     left, gradient = self._after(before, entering), gradients[number]
                     torch.autograd.backward(left, gradient.to(left.device))
                     gradients[number] = _gradient(entering).cpu()
-                    if isinstance(before, LayerKV):
+                    if not isinstance(before, tuple):
                         found.append(self._weighed(text.history, self.layer_ids.index(layer), before))
             logger.info("weighed errors in layer %d of %d", layer + 1, self._num_model_layers)
             if found:
@@ -239,7 +239,7 @@ class TextReader:
             befores = []
             for text, replaced in texts:
                 own = text.before[layer]
-                befores += [own, replaced(self.layer_ids.index(layer)) if isinstance(own, LayerKV) else own]
+                befores += [own, own if isinstance(own, tuple) else replaced(self.layer_ids.index(layer))]
             with self._only(layer):
                 hidden = [
                     self._after(before, entering).cpu()
@@ -276,7 +276,7 @@ class TextReader:
     def _after(self, before: LayerKV | States, hidden: torch.Tensor) -> torch.Tensor:
         """What leaves the layer that is here when ``hidden [T, any]`` enters it, after the KV or the states
         ``before``."""
-        if isinstance(before, LayerKV):
+        if not isinstance(before, tuple):
             return self._passed(hidden, dynamic_cache(self._model, [before]))
         copies = [state.to(self._model.device, copy=True) for state in before]
         return self._passed(hidden, _cache_of_states(copies))

@@ -31,6 +31,7 @@ def cache(capture: QueryCapture, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(UnifiedRadixCache, "claim_kv_row", claim)
     cache: Any = KrulRadixCache.__new__(KrulRadixCache)
     cache.capture = capture
+    cache.is_mamba_enabled = False
     cache.linker = SimpleNamespace(cache_linker=SimpleNamespace(release=lambda rid: None))
     return cache
 

@@ -17,20 +17,20 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 49_220),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 15_740),
+    "product": (PRODUCT, 49_830),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 16_020),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_195,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        16_870,
+        17_030,
     ),
     "demo": (("demo",), 1_840),
     "benchmarks": (("benchmarks",), 10_560),
-    "tests": (("tests",), 65_820),
-    "tests/support": (("tests/support",), 6_290),
+    "tests": (("tests",), 66_680),
+    "tests/support": (("tests/support",), 6_460),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 
