@@ -359,9 +359,10 @@ DRAFTING = {
 
 
 def ask_with_overshoot(server: ServerProcess) -> list[Answer]:
-    """A prompt again, with another salt. Its answer is drafted, and ends before what is accepted does."""
+    """A prompt again, with another salt, for a shorter answer: accepted drafts go past its end."""
     prompt = random_prompt("overshoot", PROMPT)
-    answers = [ask(server, prompt, max_new_tokens=10, cache_salt=salt) for salt in ("one", "other")]
+    asked = {"one": 20, "other": 10}
+    answers = [ask(server, prompt, max_new_tokens=num, cache_salt=salt) for salt, num in asked.items()]
     push_out(server, num_tokens=POOL_TOKENS, seed="overshoot")
     history = [*prompt, *answers[1].output_ids, *random_prompt("behind", 20)]
     return [*answers, ask(server, history, max_new_tokens=10, cache_salt="other")]
