@@ -173,7 +173,7 @@ class TextReader:
         ]
 
     def _read_states(self, hidden: torch.Tensor) -> tuple[torch.Tensor, States, torch.Tensor]:
-        """As ``_read_layer``, of a layer without KV: its states, and no attention."""
+        """Read a text through a layer without KV: as ``_read_layer``, with its states, and no attention."""
         cache = _cache_of_states(())
         left = self._passed(hidden, cache).cpu()
         (layer,) = cache.layers
@@ -222,7 +222,7 @@ class TextReader:
                 yield found
 
     def _weighed(self, history: History, layer: int, leaves: LayerKV) -> LearningText:
-        """What is learned from a layer with KV, whose ``leaves`` have their gradients."""
+        """Return what is learned from a layer with KV, whose ``leaves`` have their gradients."""
         kv, positions = history.layers[layer], torch.arange(len(leaves.k))
         keys, k, v = kv.k, _gradient(leaves.k).cpu(), _gradient(leaves.v).cpu()
         if self.rotary is not None:
@@ -342,7 +342,7 @@ def _cache_of_states(states: Sequence[torch.Tensor]) -> Any:
 
 
 def norm_name(base: Any) -> str:
-    """What a Hugging Face model calls the norm behind its last layer."""
+    """Return the attribute name of the norm behind a Hugging Face model's last layer."""
     return next(name for name in ("norm", "embedding_norm", "norm_f") if hasattr(base, name))
 
 

@@ -63,14 +63,8 @@ def served(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Iter
     krul = small_krul_server_args(POOL_TOKENS, {"planner": "random"})
     # Requests that are retracted would be copied to memory that CUDA locks.
     plain = (
-        "--dtype",
-        "float32",
-        "--page-size",
-        "16",
-        "--max-total-tokens",
-        "16384",
-        "--disaggregation-decode-retraction-backup",
-        "none",
+        *("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "16384"),
+        *("--disaggregation-decode-retraction-backup", "none"),
     )
     env = STRICT | SENDING | (faulty_loads("load-error") if request.param else WITH_PLUGIN)
     with (

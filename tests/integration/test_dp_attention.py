@@ -12,6 +12,7 @@ import pytest
 from demo.server import ServerProcess, krul_states, wait_for_saves
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
+    MTP,
     POOL_TOKENS,
     STRICT_ON_TWO_CORES,
     Answer,
@@ -27,10 +28,6 @@ from tests.support.server_plugin import WITH_PLUGIN, faulty_loads
 from tests.support.tiny_model import build_latent_model, build_tiny_model
 
 DP_ATTENTION = ("--tp", "2", "--dp-size", "2", "--enable-dp-attention")
-DRAFTS = (
-    *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"),
-    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
-)
 IN_PAIRS = ("--tp", "4", "--attn-dp-size", "2")
 """Two ranks share the heads of each request."""
 PAIRS_ON_TWO_CORES = {**STRICT_ON_TWO_CORES, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
@@ -149,7 +146,7 @@ def served(request: pytest.FixtureRequest, models: dict[str, Path], kept: dict[s
     mode = MODES[request.param]
     is_alone = mode.num_sharing == 1
     args = (*small_krul_server_args(POOL_TOKENS, mode.options), *(DP_ATTENTION if is_alone else IN_PAIRS))
-    args += DRAFTS if mode.drafts else ()
+    args += MTP if mode.drafts else ()
     plugin = WITH_PLUGIN if mode.fault is None else faulty_loads(mode.fault)
     env = (STRICT_ON_TWO_CORES if is_alone else PAIRS_ON_TWO_CORES) | plugin
     with ForkedServer(models[mode.model], args=args, env=env) as server:

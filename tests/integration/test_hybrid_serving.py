@@ -20,6 +20,7 @@ from krul_sglang.models.checkpoint import Checkpoint
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     LOGPROBS_WITHIN,
+    MTP,
     NGRAM,
     NUM_TURNS,
     POOL_TOKENS,
@@ -346,10 +347,6 @@ def test_failed_loads_are_computed_from_the_state_before(
 
 
 TREES = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "4")
-MTP = (
-    *("--speculative-algorithm", "NEXTN"),
-    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
-)
 DRAFTING = {
     "NGRAM, delta rule": (FAMILIES["delta rule"], TREES),
     "NGRAM, Mamba-2": (FAMILIES["Mamba-2"], TREES),

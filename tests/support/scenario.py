@@ -35,6 +35,10 @@ NGRAM = (
     # SGLang's default takes 2 GB.
     *("--speculative-ngram-capacity", "100000"),
 )
+MTP = (
+    *("--speculative-algorithm", "NEXTN"),
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 """Makes SGLang's own idle check end the server when a slot or a lock leaks."""
 STRICT_ON_TWO_CORES = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}

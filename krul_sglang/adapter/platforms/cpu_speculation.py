@@ -70,8 +70,6 @@ def install() -> None:
     # Rows of the pool are moved by indexing, so there is no kernel to warm up.
     envs.SGLANG_NATIVE_MOVE_KV_CACHE.set(True)
     memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup = lambda pool: None
-    # Drafts of DeepSeek and others wait for CUDA when they are given the target's embeddings.
-    torch.cuda.synchronize = lambda device=None: None
     # A draft model's prompts and accepted tokens are extended by the attention that it has anyway.
     factory = draft_utils.DraftBackendFactory
     factory.create_draft_extend_backend = lambda self: None
