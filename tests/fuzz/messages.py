@@ -1,4 +1,4 @@
-"""Hypothesis strategies: frames that are random, and requests that are right but for something."""
+"""Hypothesis strategies: messages that are random, and requests that are right but for something."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from krul_backend.segment import FORMAT_VERSION
 from krul_backend.tiers.common.record import no_checksums
 from tests.crash.conversations import PAGE_SIZE, Turn, model_of
 
-Frames = list[bytes]
+Message = tuple[bytes, bytes]
+"""JSON and token ids."""
 
 MODEL = model_of(0)
 _TURN = Turn("fuzz", 0, 2)
@@ -81,7 +82,7 @@ def right_fields(op: str) -> dict[str, Any]:
 
 
 @st.composite
-def requests(draw: st.DrawFn, token: str) -> Frames:
+def requests(draw: st.DrawFn, token: str) -> Message:
     """A request of a real session, with fields replaced or left out, then maybe cut or bent."""
     op = draw(st.sampled_from(_OPS))
     message: dict[str, Any] = {
@@ -108,11 +109,9 @@ def requests(draw: st.DrawFn, token: str) -> Frames:
     elif bend == "repeat":
         frame += frame
     num_tokens = len(_TURN.keys) * PAGE_SIZE
-    tokens = draw(st.sampled_from(([], [bytes(4 * num_tokens)], [bytes(4 * num_tokens - 1)], [b"", b"\0"])))
-    return [frame, *tokens]
+    return frame, draw(st.sampled_from((b"", bytes(8 * num_tokens), bytes(8 * num_tokens - 1), b"\0")))
 
 
-def frames(token: str) -> st.SearchStrategy[Frames]:
-    """What a DEALER sends."""
-    noise = st.lists(st.binary(max_size=2000), min_size=1, max_size=4)
+def messages(token: str) -> st.SearchStrategy[Message]:
+    noise = st.tuples(st.binary(max_size=2000), st.binary(max_size=2000))
     return st.one_of(requests(token), requests(token), noise)

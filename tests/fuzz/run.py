@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import zmq
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.client_session import ClientSession
+from krul_backend.daemon.protocol.frames import pack
 from krul_backend.daemon.protocol.messages import MAX_FRAME_BYTES
-from krul_backend.daemon.protocol.runtime_dir import CONTROL_SOCKET, SESSION_SOCKET
-from tests.fuzz.messages import Frames, frames
+from krul_backend.daemon.protocol.runtime_dir import SOCKET_NAME
+from tests.fuzz.messages import Message, messages
 
 _MAX_ANSWER_S = 5.0
 _MAX_GROWTH_BYTES = 300 << 20
@@ -25,39 +25,41 @@ _CASES_PER_PING = 50
 
 
 class Fuzzer:
-    """Sends on a control socket as a client with a session, and on session sockets."""
+    """Sends messages as a client with a session does, and bytes that are none."""
 
     def __init__(self, runtime_dir: Path, pid: int) -> None:
         self._runtime_dir = runtime_dir
         self._process = psutil.Process(pid)
         self._rss_bytes = self._process.memory_info().rss
-        self._context = zmq.Context()
         self._session = ClientSession(runtime_dir)
-        self._dealer = self._connect()
+        self._requests = self._connect()
         self._admin = AdminClient(runtime_dir)
         self._num_cases = 0
 
-    def send(self, message: Frames) -> None:
-        self._dealer.send_multipart(message)
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._dealer.recv_multipart(zmq.NOBLOCK)
+    def send(self, message: Message) -> None:
+        try:
+            self._requests.sendall(pack(*message))
+        except ConnectionError:
+            # The daemon ended it: something came that it cannot answer.
+            self._requests.close()
+            self._requests = self._connect()
+            self._requests.sendall(pack(*message))
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while self._requests.recv(1 << 16, socket.MSG_DONTWAIT):
+                pass
         self._count()
 
-    def greet(self, noise: bytes) -> None:
-        """Talk to the session socket, which nobody is to do."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-            stranger.connect(str(self._runtime_dir / SESSION_SOCKET))
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                stranger.sendall(noise)
+    def speak(self, noise: bytes) -> None:
+        """Bytes that are no messages, or not whole."""
+        with self._connect() as stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall(noise)
         self._count()
 
     def send_too_much(self) -> None:
-        """One frame beyond what is read: the connection may end, the daemon not."""
-        self._dealer.send_multipart([bytes(MAX_FRAME_BYTES + 1)])
+        """More than what is read: the connection ends, the daemon does not."""
+        with self._connect() as stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall((MAX_FRAME_BYTES + 1).to_bytes(4, "little") + bytes(MAX_FRAME_BYTES + 5))
         self._check_alive()
-        self._dealer.close(linger=0)
-        self._dealer = self._connect()
 
     def end(self) -> None:
         """Leave, and look at what is left.
@@ -65,7 +67,7 @@ class Fuzzer:
         Raises:
             AssertionError: the daemon holds something for nobody, or much memory.
         """
-        self._dealer.close(linger=0)
+        self._requests.close()
         self._session.close()
         deadline_s = time.monotonic() + _MAX_ANSWER_S
         while True:
@@ -79,16 +81,15 @@ class Fuzzer:
         # The arena's own pages are counted once they are written.
         assert grown < _MAX_GROWTH_BYTES + stats.capacity_bytes, f"{grown} bytes more than before"
         self._admin.close()
-        self._context.term()
 
     @property
     def token(self) -> str:
         return self._session.token
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        dealer.connect(f"ipc://{self._runtime_dir / CONTROL_SOCKET}")
-        return dealer
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(self._runtime_dir / SOCKET_NAME))
+        return connection
 
     def _count(self) -> None:
         self._num_cases += 1
@@ -113,7 +114,7 @@ def run_cases(runtime_dir: Path, pid: int, num_cases: int) -> None:
     )
 
     def fuzz(
-        strategy: st.SearchStrategy[Frames] | st.SearchStrategy[bytes], send: Callable[..., None]
+        strategy: st.SearchStrategy[Message] | st.SearchStrategy[bytes], send: Callable[..., None]
     ) -> None:
         @options
         @given(strategy)
@@ -122,8 +123,8 @@ def run_cases(runtime_dir: Path, pid: int, num_cases: int) -> None:
 
         run()
 
-    fuzz(frames(fuzzer.token), fuzzer.send)
+    fuzz(messages(fuzzer.token), fuzzer.send)
     options = settings(options, max_examples=max(1, num_cases // 20))
-    fuzz(st.binary(max_size=5000), fuzzer.greet)
+    fuzz(st.binary(max_size=5000), fuzzer.speak)
     fuzzer.send_too_much()
     fuzzer.end()

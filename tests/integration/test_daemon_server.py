@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import textwrap
@@ -16,10 +17,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import zmq
-import zmq.auth
 
-from krul_backend.daemon.protocol.frames import encode
+from krul_backend.daemon.protocol.frames import encode, pack
 from krul_backend.daemon.protocol.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -59,6 +58,7 @@ from tests.support.daemon_client import (
     TIMEOUT_S,
     DaemonProcess,
     RawClient,
+    connect_raw,
     lease,
     num_pages,
     store,
@@ -91,14 +91,20 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_the_sockets_are_private(daemon: DaemonProcess) -> None:
+def is_refused(talker: RawClient) -> bool:
+    """Whether its session has ended: what arrives together with the end is still served."""
+    talker.send(PingRequest)
+    answer = talker.receive()
+    return isinstance(answer, ErrorReply) and answer.code == "protocol"
+
+
+def test_the_socket_is_private(daemon: DaemonProcess) -> None:
     assert stat.S_IMODE(daemon.runtime_dir.stat().st_mode) == 0o700
-    for name in ("session.sock", "control.sock", "daemon.lock"):
+    for name in ("daemon.sock", "daemon.lock"):
         assert stat.S_IMODE((daemon.runtime_dir / name).stat().st_mode) == 0o600
 
 
 def test_a_client_is_greeted_with_the_arena(daemon: DaemonProcess, client: RawClient) -> None:
-    assert client.greeting.protocol == PROTOCOL_VERSION
     assert client.greeting.format == FORMAT_VERSION
     assert client.greeting.capacity_bytes == client.arena.nbytes == 4 << 20
     with RawClient(daemon.runtime_dir) as other:
@@ -258,14 +264,16 @@ def test_an_ended_session_cannot_ask(daemon: DaemonProcess, client: RawClient) -
     with RawClient(daemon.runtime_dir) as ended:
         ended.session.shutdown(socket.SHUT_WR)
         assert ended.session.recv(1) == b""
+        eventually(lambda: is_refused(ended))
         assert ended.ask_wrongly(FetchRequest, lease_id=1) == "protocol"
     assert client.ask_wrongly(PingRequest, token="made-up") == "protocol"
 
 
-def test_nothing_may_be_said_on_the_session_socket(daemon: DaemonProcess) -> None:
+def test_garbage_on_its_connection_ends_a_session(daemon: DaemonProcess) -> None:
     with RawClient(daemon.runtime_dir) as talker:
         talker.session.sendall(b"GET / HTTP/1.1\r\n")
         assert talker.session.recv(1) == b""
+        eventually(lambda: is_refused(talker))
 
 
 def test_people_need_no_session(client: RawClient) -> None:
@@ -280,18 +288,20 @@ def test_people_need_no_session(client: RawClient) -> None:
 def test_garbage_is_counted_and_harms_nobody(daemon: DaemonProcess, client: RawClient) -> None:
     bad = client.ask(StatsRequest)[1].bad_messages.get("undecodable", 0)
     rng = np.random.default_rng(0)
-    garbage: list[list[bytes]] = [
-        [b""],
-        [b"{}"],
-        [b"[" * 200_000],
-        [rng.bytes(1000)],
-        [rng.bytes(1 << 20)],
-        [b"{}"] * 3,
-        [encode(PingRequest(token="", id=1))[:-1]],
-        [b"{}"] * 1000,
+    garbage = [
+        pack(b""),
+        pack(b"{}"),
+        pack(b"[" * 200_000),
+        pack(rng.bytes(1000)),
+        pack(rng.bytes(1 << 20)),
+        pack(b"{}", b"1234"),
+        pack(encode(PingRequest(token="", id=1))[:-1]),
+        b"\xff" + rng.bytes(10_000),
     ]
-    for frames in garbage:
-        client.dealer.send_multipart(frames)
+    for sent in garbage:
+        with connect_raw(daemon.runtime_dir) as raw:
+            raw.sendall(sent)
+            assert raw.recv(1) == b"", "there is no number to answer to"
     answered = client.ask(StatsRequest)[1]
     assert answered.bad_messages["undecodable"] == bad + len(garbage)
 
@@ -305,35 +315,42 @@ def test_what_is_no_request_but_has_an_id_is_answered(client: RawClient) -> None
         ({**other_version, "op": "teleport"}, f"the client {PROTOCOL_VERSION + 1}"),
         ({**ping, "extra": 1}, "extra"),
     ):
-        client.dealer.send(json.dumps(fields).encode())
+        client.requests.sendall(pack(json.dumps(fields).encode()))
         answer = client.receive()
         assert isinstance(answer, ErrorReply)
         assert (answer.id, answer.code) == (41, "protocol")
         assert said in answer.message
-    client.dealer.send_multipart([json.dumps(ping).encode(), b"1234"])
+    client.requests.sendall(pack(json.dumps(ping).encode(), b"1234"))
     answer = client.receive()
     assert isinstance(answer, ErrorReply)
-    assert "ping has 1 frames, got 2" in answer.message
+    assert "ping has no token ids, got 4 bytes" in answer.message
 
 
 def test_a_message_beyond_the_bound_ends_its_connection_alone(
     daemon: DaemonProcess, client: RawClient
 ) -> None:
-    big = zmq.Context.instance().socket(zmq.DEALER)
-    big.setsockopt(zmq.LINGER, 0)
-    big.connect(f"ipc://{daemon.runtime_dir / 'control.sock'}")
-    monitor = big.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    big.send(bytes(MAX_FRAME_BYTES + 1))
-    assert monitor.poll(1000 * TIMEOUT_S)
-    big.disable_monitor()
-    big.close()
+    for lengths in ((MAX_FRAME_BYTES + 1, 0), (2, MAX_FRAME_BYTES + 1)):
+        with connect_raw(daemon.runtime_dir) as big:
+            big.sendall(struct.pack("<II", *lengths))
+            assert big.recv(1) == b""
     client.ask(PingRequest)
 
 
-def test_bytes_that_are_no_zeromq_harm_nobody(daemon: DaemonProcess, client: RawClient) -> None:
-    with socket.socket(socket.AF_UNIX) as raw:
-        raw.connect(str(daemon.runtime_dir / "control.sock"))
-        raw.sendall(np.random.default_rng(1).bytes(10_000))
+def test_random_bytes_harm_nobody(daemon: DaemonProcess, client: RawClient) -> None:
+    rng = np.random.default_rng(1)
+    for num_bytes in (1, 7, 8, 9, 10_000):
+        with connect_raw(daemon.runtime_dir) as raw:
+            raw.sendall(rng.bytes(num_bytes))
+    client.ask(PingRequest)
+
+
+def test_who_reads_no_replies_is_cut_off_and_holds_nobody_up(
+    daemon: DaemonProcess, client: RawClient
+) -> None:
+    with connect_raw(daemon.runtime_dir) as deaf:
+        ping = pack(encode(PingRequest(token="x" * 128, id=1)))
+        with pytest.raises(ConnectionError):
+            deaf.sendall(ping * 500_000)
     client.ask(PingRequest)
 
 
@@ -355,8 +372,7 @@ def test_a_signal_ends_it_well(tmp_path: Path, number: signal.Signals) -> None:
         status, log = daemon.end()
         assert status == 0, log
         assert "Traceback" not in log
-        assert not (tmp_path / "run" / "session.sock").exists()
-        assert not (tmp_path / "run" / "control.sock").exists()
+        assert not (tmp_path / "run" / "daemon.sock").exists()
         assert client.arena.nbytes == 4 << 20
         client.arena[:] = 1
 

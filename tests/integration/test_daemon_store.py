@@ -458,7 +458,7 @@ def test_the_command_lines_client(store: WatchedStore, shared_daemon: EmbeddedDa
 
 
 def test_the_command_lines_client_can_end_a_daemon(own_daemon: EmbeddedDaemon) -> None:
-    with AdminClient(f"ipc://{own_daemon.runtime_dir}/control.sock", timeout_s=2.0) as admin:
+    with AdminClient(f"ipc://{own_daemon.runtime_dir}/daemon.sock", timeout_s=2.0) as admin:
         admin.shutdown()
         wait_until(lambda: not psutil.pid_exists(own_daemon.pid))
     with pytest.raises(DaemonUnreachableError, match="no krul daemon"):

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
@@ -40,8 +38,7 @@ def serving(store: TieredStore) -> Iterator[Path]:
     # Not tmp_path: a socket's path holds 107 bytes.
     with tempfile.TemporaryDirectory(prefix="krul-") as path:
         runtime_dir = RuntimeDir(Path(path))
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        server = DaemonServer(runtime_dir, store, context)
+        server = DaemonServer(runtime_dir, store)
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
@@ -52,5 +49,4 @@ def serving(store: TieredStore) -> Iterator[Path]:
             server.disconnect()
             store.close()
             server.close()
-            context.term()
             runtime_dir.close()

@@ -16,21 +16,23 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 
-from krul_backend.daemon.protocol.frames import decode_greeting, decode_reply, encode, encode_token_ids
+from krul_backend.daemon.protocol.frames import Inbox, decode_reply, encode, encode_token_ids, pack
 from krul_backend.daemon.protocol.messages import (
     CommitRequest,
     ErrorReply,
     HelloRequest,
     LeaseRequest,
     ManifestFields,
+    OpenRequest,
     PingRequest,
     R,
     Reply,
     Request,
     ReserveRequest,
+    SessionGreeting,
 )
+from krul_backend.daemon.protocol.runtime_dir import SOCKET_NAME
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
 from krul_backend.tiers.common.interface import SegmentSlice, Span, block_checksums
 from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
@@ -86,21 +88,37 @@ class DaemonProcess:
         self.process.communicate(timeout=TIMEOUT_S)
 
 
+def connect_raw(runtime_dir: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(TIMEOUT_S)
+    connection.connect(str(runtime_dir / SOCKET_NAME))
+    return connection
+
+
+def open_raw(connection: socket.socket) -> tuple[SessionGreeting, list[int]]:
+    """Open a session on a connection: the greeting, and the descriptors that came with it."""
+    connection.sendall(pack(encode(OpenRequest(id=1))))
+    received, descriptors, _, _ = socket.recv_fds(connection, 4096, 2)
+    inbox = Inbox()
+    inbox.add(received)
+    message = inbox.next()
+    assert message is not None
+    reply = decode_reply(message[0], OpenRequest(id=1))
+    assert isinstance(reply, Reply), reply
+    return reply.result, descriptors
+
+
 class RawClient:
-    """A session and one DEALER, every message in plain sight."""
+    """A session and one more connection for requests, every message in plain sight."""
 
     def __init__(self, runtime_dir: Path) -> None:
-        self.session = socket.socket(socket.AF_UNIX)
-        self.session.settimeout(TIMEOUT_S)
-        self.session.connect(str(runtime_dir / "session.sock"))
-        line, descriptors, _, _ = socket.recv_fds(self.session, 4096, 1)
-        self.greeting = decode_greeting(line)
+        self.session = connect_raw(runtime_dir)
+        self.greeting, descriptors = open_raw(self.session)
         self.arena = np.frombuffer(mmap.mmap(descriptors[0], self.greeting.capacity_bytes), dtype=np.uint8)
-        os.close(descriptors[0])
-        self.dealer = zmq.Context.instance().socket(zmq.DEALER)
-        self.dealer.setsockopt(zmq.LINGER, 0)
-        self.dealer.setsockopt(zmq.RCVTIMEO, int(1000 * TIMEOUT_S))
-        self.dealer.connect(f"ipc://{runtime_dir / 'control.sock'}")
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self.requests = connect_raw(runtime_dir)
+        self._inbox = Inbox()
         self._ids = itertools.count(1)
         self._sent: dict[int, Request] = {}
 
@@ -108,13 +126,18 @@ class RawClient:
         """Send one request; returns its number."""
         request = kind(**{"token": self.greeting.token, "id": next(self._ids), **fields})
         self._sent[request.id] = request
-        frames = [encode(request)] + ([encode_token_ids(token_ids)] if token_ids is not None else [])
-        self.dealer.send_multipart(frames)
+        ids = b"" if token_ids is None else encode_token_ids(token_ids)
+        self.requests.sendall(pack(encode(request), ids))
         return request.id
 
     def receive(self) -> Reply | ErrorReply:
         """The next reply; to a frame that was no request of this client it can only be an error."""
-        frame = self.dealer.recv()
+        while (message := self._inbox.next()) is None:
+            received = self.requests.recv(1 << 16)
+            assert received, "the daemon closed the connection"
+            self._inbox.add(received)
+        frame, token_ids = message
+        assert token_ids == b""
         number = json.loads(frame)["id"]
         reply = decode_reply(frame, self._sent.get(number, PingRequest(id=number)))
         assert reply is not None
@@ -150,7 +173,7 @@ class RawClient:
 
     def close(self) -> None:
         self.session.close()
-        self.dealer.close()
+        self.requests.close()
 
     def __enter__(self) -> Self:
         return self

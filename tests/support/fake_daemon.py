@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import selectors
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import zmq
-
-from krul_backend.daemon.protocol.frames import decode_request, encode
+from krul_backend.daemon.protocol.frames import Inbox, decode_request, encode, pack
 from krul_backend.daemon.protocol.messages import (
-    PROTOCOL_VERSION,
     AbortRequest,
     ClearRequest,
     ErrorReply,
     FindMissingRequest,
     HelloRequest,
     LeaseRequest,
+    OpenRequest,
     PingRequest,
     ReleaseRequest,
     Reply,
@@ -29,7 +28,7 @@ from krul_backend.daemon.protocol.messages import (
     SessionGreeting,
     op_of,
 )
-from krul_backend.daemon.protocol.runtime_dir import CONTROL_SOCKET, SESSION_SOCKET
+from krul_backend.daemon.protocol.runtime_dir import SOCKET_NAME
 from krul_backend.segment import FORMAT_VERSION
 from krul_backend.tiers.common.interface import Span
 
@@ -43,25 +42,24 @@ class FakeDaemon:
     """Serves ``runtime_dir`` until ``stop``.
 
     ``answers`` replaces the result of an operation; it may also be ``NO_REPLY`` or an ``ErrorReply``.
-    ``requests`` are all that came, in order. While ``is_hung`` is set, requests wait.
+    ``requests`` are all that came but those that opened sessions, in order. While ``is_hung`` is set, nothing
+    is read.
     """
 
-    def __init__(self, runtime_dir: Path, *, protocol: int = PROTOCOL_VERSION) -> None:
+    def __init__(self, runtime_dir: Path) -> None:
         self.answers: dict[str, Answer] = {}
         self.requests: list[Request] = []
         self.is_hung = threading.Event()
-        self._protocol = protocol
-        self._paths = (runtime_dir / SESSION_SOCKET, runtime_dir / CONTROL_SOCKET)
+        self._path = runtime_dir / SOCKET_NAME
         self._memory = os.memfd_create("fake-arena")
         os.ftruncate(self._memory, CAPACITY_BYTES)
         self.arena = mmap.mmap(self._memory, CAPACITY_BYTES)
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self._paths[0]))
+        self._listener.bind(str(self._path))
         self._listener.listen()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
         self._sessions: list[socket.socket] = []
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.bind(f"ipc://{self._paths[1]}")
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -74,7 +72,15 @@ class FakeDaemon:
         # A client is back at once, with a session that lives on.
         sessions, self._sessions = self._sessions, []
         for session in sessions:
-            session.close()
+            session.shutdown(socket.SHUT_RDWR)
+
+    def end_connections(self) -> None:
+        """Close every connection on which requests come; sessions last."""
+        for key in list(self._selector.get_map().values()):
+            peer = key.fileobj
+            if peer is not self._listener and peer not in self._sessions:
+                assert isinstance(peer, socket.socket)
+                peer.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
         """May be called again."""
@@ -82,43 +88,60 @@ class FakeDaemon:
             return
         self._is_over.set()
         self._thread.join()
-        self.end_sessions()
-        self._listener.close()
-        self._context.destroy(linger=0)
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
         os.close(self._memory)
-        for path in self._paths:
-            path.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._listener, zmq.POLLIN)
-        poller.register(self._router, zmq.POLLIN)
         while not self._is_over.is_set():
-            ready = [source for source, _ in poller.poll(5)]
-            # Asked after the poll: what comes from now on is not answered.
+            ready = self._selector.select(0.005)
+            # Asked after the wait: what comes from now on is not answered.
             if self.is_hung.is_set():
                 self._is_over.wait(0.005)
-            elif self._router in ready:
-                identity, *frames = self._router.recv_multipart()
-                request = decode_request(frames[0])
-                self.requests.append(request)
-                result = self.answers.get(op_of(request), _usual_result)(request)
-                if result is not NO_REPLY:
-                    is_error = isinstance(result, ErrorReply)
-                    reply = result if is_error else Reply(id=request.id, result=result)
-                    self._router.send_multipart([identity, encode(reply)])
-            elif ready:
-                session, _ = self._listener.accept()
-                greeting = SessionGreeting(self._protocol, FORMAT_VERSION, "token", CAPACITY_BYTES)
-                # A client that waited too long has gone.
-                with contextlib.suppress(BrokenPipeError):
-                    socket.send_fds(session, [encode(greeting) + b"\n"], [self._memory])
-                self._sessions.append(session)
+                continue
+            for key, _ in ready:
+                if key.fileobj is self._listener:
+                    peer, _ = self._listener.accept()
+                    self._selector.register(peer, selectors.EVENT_READ, Inbox())
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._receive(key.fileobj, key.data)
+
+    def _receive(self, peer: socket.socket, inbox: Inbox) -> None:
+        # A client that waited too long has gone.
+        with contextlib.suppress(ConnectionError):
+            received = peer.recv(1 << 16)
+            inbox.add(received)
+            while (message := inbox.next()) is not None:
+                self._answer(peer, decode_request(message[0]))
+            if received:
+                return
+        self._selector.unregister(peer)
+        with contextlib.suppress(ValueError):
+            self._sessions.remove(peer)
+        peer.close()
+
+    def _answer(self, peer: socket.socket, request: Request) -> None:
+        descriptors = []
+        if isinstance(request, OpenRequest):
+            self._sessions.append(peer)
+            descriptors = [self._memory]
+        else:
+            self.requests.append(request)
+        result = self.answers.get(op_of(request), _usual_result)(request)
+        if result is not NO_REPLY:
+            reply = result if isinstance(result, ErrorReply) else Reply(id=request.id, result=result)
+            socket.send_fds(peer, [pack(encode(reply))], descriptors)
 
 
 def _usual_result(request: Request) -> object:
     """Everything is missing, nothing is leased; reservations are the arena's first bytes."""
     match request:
+        case OpenRequest():
+            return SessionGreeting(FORMAT_VERSION, "token", CAPACITY_BYTES)
         case HelloRequest() | PingRequest() | ReleaseRequest() | AbortRequest() | ClearRequest():
             return None
         case FindMissingRequest():

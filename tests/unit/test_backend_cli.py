@@ -129,9 +129,8 @@ def listening(tmp_path: Path) -> Iterator[Path]:
 
 def serve_in(directory: Path) -> socket.socket:
     directory.mkdir(mode=0o700)
-    (directory / "control.sock").touch()
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    server.bind(str(directory / "session.sock"))
+    server.bind(str(directory / "daemon.sock"))
     server.listen()
     return server
 
@@ -301,7 +300,7 @@ def test_no_daemon_and_several_are_errors_that_say_so(
         with pytest.raises(DaemonError, match=f"2 krul daemons.*{listening}, .*krul-second"):
             resolve_endpoint(None, [tmp_path])
         assert second.fileno() >= 0
-    assert resolve_endpoint("ipc:///d/control.sock", [tmp_path]) == "ipc:///d/control.sock"
+    assert resolve_endpoint("ipc:///d/daemon.sock", [tmp_path]) == "ipc:///d/daemon.sock"
 
 
 def test_the_daemon_is_looked_for_where_the_user_keeps_sockets(

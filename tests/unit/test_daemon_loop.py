@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -10,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
+from krul_backend.daemon.client.client_session import ClientSession
+from krul_backend.daemon.protocol.frames import encode, pack
 from krul_backend.daemon.protocol.messages import (
     AdviseRequest,
     ClearRequest,
     FetchRequest,
     InspectRequest,
     ListRequest,
+    OpenRequest,
     PingRequest,
     ReleaseRequest,
     Reply,
@@ -29,13 +32,20 @@ from krul_backend.daemon.protocol.messages import (
 )
 from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
 from krul_backend.daemon.server.server import DaemonServer
-from krul_backend.errors import ConfigError, ManifestError, ProtocolError, StoreClosedError, TierReadError
+from krul_backend.errors import (
+    ConfigError,
+    DaemonUnreachableError,
+    ManifestError,
+    ProtocolError,
+    StoreClosedError,
+    TierReadError,
+)
 from krul_backend.segment import ModelIdentity
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.hint import Hint, SessionName
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support import daemon_client
-from tests.support.daemon_client import MODEL, TIMEOUT_S, RawClient
+from tests.support.daemon_client import MODEL, TIMEOUT_S, RawClient, connect_raw, open_raw
 from tests.support.stats_builders import make_segment_info
 from tests.support.store_builders import wait_until
 
@@ -101,8 +111,7 @@ class Observed:
 @contextmanager
 def serving(path: Path, store: TieredStore, observer: Observed | None = None) -> Iterator[RawClient]:
     runtime_dir = RuntimeDir(path)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = DaemonServer(runtime_dir, store, context, observer=observer)
+    server = DaemonServer(runtime_dir, store, observer=observer)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -114,7 +123,6 @@ def serving(path: Path, store: TieredStore, observer: Observed | None = None) ->
         server.disconnect()
         store.close()
         server.close()
-        context.term()
         runtime_dir.close()
     assert not thread.is_alive()
 
@@ -168,7 +176,7 @@ def test_what_takes_long_holds_up_nobody(tmp_path: Path) -> None:
         assert isinstance(answer, Reply)
         assert (answer.id, answer.result) == (slow, 0)
     ops = [op for op, _, _ in observed.answers]
-    assert ops == ["ping", "trim"]
+    assert ops == ["open", "ping", "trim"]
     by_op = {op: seconds for op, seconds, _ in observed.answers}
     assert by_op["trim"] > by_op["ping"] > 0
 
@@ -291,14 +299,50 @@ def test_an_answer_to_a_peer_that_is_gone_is_dropped(tmp_path: Path) -> None:
         client.ask(PingRequest)
 
 
+def test_a_session_comes_with_the_arena_and_ends_with_its_connection(tmp_path: Path) -> None:
+    store = MoodyStore()
+    with serving(tmp_path / "run", store) as client, connect_raw(tmp_path / "run") as connection:
+        greeting, (descriptor, *_) = open_raw(connection)
+        assert os.path.samestat(os.fstat(descriptor), os.fstat(store.host.fileno()))
+        os.close(descriptor)
+        assert greeting.token != client.greeting.token
+        client.ask(PingRequest, token=greeting.token)
+        assert client.ask(StatsRequest)[1].num_sessions == 2
+        connection.sendall(pack(encode(OpenRequest(id=2))))
+        assert b"has opened a session before" in connection.recv(1 << 16)
+        connection.close()
+        wait_until(lambda: client.ask(StatsRequest)[1].num_sessions == 1)
+        assert client.ask_wrongly(PingRequest, token=greeting.token) == "protocol"
+
+
+def test_what_a_client_asked_for_before_it_ended_is_done(tmp_path: Path) -> None:
+    """More than one turn's work, for its session, which ends only then."""
+    num_pings = 1000
+    observed = Observed()
+    with serving(tmp_path / "run", MoodyStore(), observed) as client:
+        gone = RawClient(tmp_path / "run")
+        gone.requests.sendall(pack(encode(PingRequest(id=1, token=gone.greeting.token))) * num_pings)
+        gone.close()
+        wait_until(lambda: client.ask(StatsRequest)[1].num_sessions == 1)
+    assert [ok for op, _, ok in observed.answers if op == "ping"] == [True] * num_pings
+
+
+def test_sessions_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("krul_backend.daemon.server.sessions.MAX_SESSIONS", 1)
+    full = pytest.raises(DaemonUnreachableError, match="it is ending, or full")
+    with serving(tmp_path / "run", MoodyStore()), full:
+        ClientSession(tmp_path / "run")
+
+
 def test_the_observer_is_told_of_failures(tmp_path: Path) -> None:
     observed = Observed()
     with serving(tmp_path / "run", MoodyStore(), observed) as client:
         client.ask_wrongly(VerifyRequest)
         client.ask_wrongly(PingRequest, token="made-up")
-        client.dealer.send(b'{"op":"teleport","version":1,"id":3}')
+        client.requests.sendall(pack(b'{"op":"teleport","version":1,"id":3}'))
         client.receive()
     assert [(op, ok) for op, _, ok in observed.answers] == [
+        ("open", True),
         ("verify", False),
         ("ping", False),
         ("invalid", False),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from typing import Any
 
 import msgspec
@@ -11,13 +12,14 @@ from hypothesis import strategies as st
 
 from krul_backend.daemon.protocol.frames import (
     REQUESTS,
+    Inbox,
     decode_envelope,
-    decode_greeting,
     decode_reply,
     decode_request,
     decode_token_ids,
     encode,
     encode_token_ids,
+    pack,
 )
 from krul_backend.daemon.protocol.messages import (
     MAX_CHECKSUM_BYTES,
@@ -197,8 +199,34 @@ def test_random_bytes_are_refused(frame: bytes) -> None:
     assert decodes_or_refuses(frame) is None
     with pytest.raises(ProtocolError):
         decode_reply(frame, LEASE)
-    with pytest.raises(ProtocolError):
-        decode_greeting(frame)
+
+
+@given(st.lists(st.tuples(st.binary(max_size=50), st.binary(max_size=50)), max_size=5), st.data())
+def test_messages_come_out_as_they_went_in_however_a_stream_is_cut(
+    messages: list[tuple[bytes, bytes]], data: st.DataObject
+) -> None:
+    stream = b"".join(pack(*message) for message in messages)
+    inbox = Inbox()
+    received = []
+    while stream:
+        num_bytes = data.draw(st.integers(1, len(stream)))
+        inbox.add(stream[:num_bytes])
+        stream = stream[num_bytes:]
+        while data.draw(st.booleans()) and (message := inbox.next()) is not None:
+            received.append(message)
+    while (message := inbox.next()) is not None:
+        received.append(message)
+    assert received == messages
+
+
+@pytest.mark.parametrize("lengths", [(MAX_FRAME_BYTES + 1, 0), (2, MAX_FRAME_BYTES + 1)])
+def test_a_message_beyond_the_bound_is_refused_before_it_has_come(lengths: tuple[int, int]) -> None:
+    inbox = Inbox()
+    inbox.add(struct.pack("<II", *lengths))
+    with pytest.raises(ProtocolError, match=f"of {MAX_FRAME_BYTES + 1} bytes is beyond"):
+        inbox.next()
+    with pytest.raises(ProtocolError, match="is beyond"):
+        pack(*(bytes(length) for length in lengths))
 
 
 @settings(max_examples=400)

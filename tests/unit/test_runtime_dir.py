@@ -24,8 +24,7 @@ def test_it_is_made_private_and_lets_go_when_closed(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     held = RuntimeDir(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    held.session_socket.touch()
-    held.control_socket.touch()
+    held.socket_path.touch()
     held.close()
     assert [entry.name for entry in path.iterdir()] == ["daemon.lock"]
     RuntimeDir(path).close()
@@ -34,10 +33,10 @@ def test_it_is_made_private_and_lets_go_when_closed(tmp_path: Path) -> None:
 def test_two_daemons_never_share_one(tmp_path: Path) -> None:
     path = tmp_path / "run"
     held = RuntimeDir(path)
-    held.session_socket.touch()
+    held.socket_path.touch()
     with pytest.raises(DaemonError, match=rf"in use by another daemon \(process {os.getpid()}\)"):
         RuntimeDir(path)
-    assert held.session_socket.exists(), "the loser must not remove the winner's sockets"
+    assert held.socket_path.exists(), "the loser must not remove the winner's socket"
     held.close()
 
 
@@ -45,10 +44,10 @@ def test_sockets_that_were_left_behind_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path / "session.sock"))
+        left.bind(str(path / "daemon.sock"))
     (path / "other").touch()
     held = RuntimeDir(path)
-    assert not held.session_socket.exists()
+    assert not held.socket_path.exists()
     assert (path / "other").exists()
     held.close()
 
@@ -87,10 +86,9 @@ def served(tmp_path: Path) -> Iterator[Path]:
     """A runtime directory in which somebody listens."""
     path = tmp_path / "run"
     path.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as session, socket.socket(socket.AF_UNIX) as control:
-        for name, listener in (("session.sock", session), ("control.sock", control)):
-            listener.bind(str(path / name))
-            listener.listen()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path / "daemon.sock"))
+        listener.listen()
         yield path
 
 
@@ -122,21 +120,21 @@ def test_a_client_asks_no_socket_of_another_user(
 
     def of_another(path: Path) -> os.stat_result:
         status = lstat(path)
-        if Path(path).name != "control.sock":
+        if Path(path).name != "daemon.sock":
             return status
         return os.stat_result((*status[:4], status.st_uid + 1, *status[5:]))
 
     monkeypatch.setattr(runtime_dir.os, "lstat", of_another)
-    with pytest.raises(DaemonError, match=rf"control\.sock belongs to user {os.geteuid() + 1}"):
+    with pytest.raises(DaemonError, match=rf"daemon\.sock belongs to user {os.geteuid() + 1}"):
         connect(served)
 
 
 @pytest.mark.parametrize("connect", CONNECT.values(), ids=CONNECT)
 def test_a_client_opens_nothing_but_sockets(served: Path, connect: Callable[[Path], object]) -> None:
-    (served / "control.sock").unlink()
+    (served / "daemon.sock").unlink()
     with pytest.raises(DaemonUnreachableError, match="no krul daemon serves"):
         connect(served)
-    (served / "control.sock").touch()
+    (served / "daemon.sock").touch()
     with pytest.raises(DaemonError, match="is no socket"):
         connect(served)
 
@@ -154,7 +152,7 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_path_too_long_for_a_socket_says_so() -> None:
-    room = MAX_SOCKET_PATH_BYTES - len("/") - len("session.sock")
+    room = MAX_SOCKET_PATH_BYTES - len("/") - len("daemon.sock")
     check_socket_path(Path("/" + "d" * (room - 1)))
     with pytest.raises(DaemonError, match=r"108 bytes.*choose a shorter runtime directory"):
         check_socket_path(Path("/" + "d" * room))
@@ -163,9 +161,9 @@ def test_a_path_too_long_for_a_socket_says_so() -> None:
 
 
 def test_the_longest_path_can_be_bound(tmp_path: Path) -> None:
-    room = MAX_SOCKET_PATH_BYTES - len("/session.sock") - len(str(tmp_path)) - 1
+    room = MAX_SOCKET_PATH_BYTES - len("/daemon.sock") - len(str(tmp_path)) - 1
     held = RuntimeDir(tmp_path / ("d" * room))
     with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(str(held.session_socket))
-        assert held.session_socket.is_socket()
+        bound.bind(str(held.socket_path))
+        assert held.socket_path.is_socket()
     held.close()

@@ -20,6 +20,7 @@ from krul_backend.daemon.protocol.messages import (
     ReleaseRequest,
     ReserveRequest,
 )
+from krul_backend.daemon.server.connections import Connection
 from krul_backend.daemon.server.handlers import SessionHandlers
 from krul_backend.daemon.server.lanes import Deferred
 from krul_backend.daemon.server.sessions import Session
@@ -49,7 +50,7 @@ def store() -> Iterator[TieredStore]:
 def session() -> Iterator[Session]:
     mine, its = socket.socketpair()
     with mine, its:
-        session = Session("t", its, 1, 0.0)
+        session = Session("t", Connection(its, 1, 0.0))
         session.models[MODEL.fingerprint] = MODEL
         yield session
 

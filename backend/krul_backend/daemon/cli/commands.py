@@ -46,7 +46,7 @@ _SORT_BY: dict[SortKey, Callable[[SegmentInfo], Any]] = {
 Endpoint = Annotated[
     str | None,
     typer.Option(
-        help="Runtime directory of the daemon, or ipc://DIR/control.sock.",
+        help="Runtime directory of the daemon, or ipc://DIR/daemon.sock.",
         show_default="the only daemon of this user",
     ),
 ]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-import zmq
-
-from krul_backend.daemon.client.request_channel import RequestChannels
+from krul_backend.daemon.client.request_channel import RequestChannels, connect_to_daemon
 from krul_backend.daemon.protocol.messages import (
     DaemonStats,
     FlushRequest,
@@ -22,13 +19,7 @@ from krul_backend.daemon.protocol.messages import (
     StatsRequest,
     VerifyRequest,
 )
-from krul_backend.daemon.protocol.runtime_dir import (
-    CONTROL_SOCKET,
-    SESSION_SOCKET,
-    check_private,
-    check_served,
-    runtime_dir_of,
-)
+from krul_backend.daemon.protocol.runtime_dir import check_served, runtime_dir_of
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.common.interface import DamageReport, SegmentDetails, SegmentInfo, StoreStats
 
@@ -42,7 +33,7 @@ class AdminClient:
     All methods raise DaemonError: DaemonUnreachableError if no answer comes in time.
 
     Args:
-        endpoint: the runtime directory, or ``ipc://<directory>/control.sock``.
+        endpoint: the runtime directory, or ``ipc://<directory>/daemon.sock``.
         timeout_s: how long to wait for each answer; ``verify`` and ``flush`` have their own.
 
     Raises:
@@ -51,11 +42,8 @@ class AdminClient:
     """
 
     def __init__(self, endpoint: str | Path, *, timeout_s: float = 5.0) -> None:
-        runtime_dir = runtime_dir_of(endpoint)
-        check_served(runtime_dir)
         self._timeout_s = timeout_s
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._channels = RequestChannels(self._context, f"ipc://{runtime_dir / CONTROL_SOCKET}")
+        self._channels = RequestChannels(check_served(runtime_dir_of(endpoint)))
 
     def __enter__(self) -> AdminClient:
         return self
@@ -106,7 +94,6 @@ class AdminClient:
 
     def close(self) -> None:
         self._channels.close()
-        self._context.destroy(linger=0)
 
 
 def default_parents() -> tuple[Path, ...]:
@@ -122,7 +109,7 @@ def find_runtime_dirs(parents: Sequence[Path] | None = None) -> list[Path]:
     """
     parents = default_parents() if parents is None else parents
     found = {path.absolute() for parent in parents for path in parent.glob(DIRECTORY_PATTERN)}
-    return sorted(path for path in found if _is_private(path) and _is_served(path))
+    return sorted(path for path in found if _is_served(path))
 
 
 def resolve_endpoint(endpoint: str | None, parents: Sequence[Path] | None = None) -> str:
@@ -148,22 +135,10 @@ def resolve_endpoint(endpoint: str | None, parents: Sequence[Path] | None = None
     )
 
 
-def _is_private(path: Path) -> bool:
+def _is_served(path: Path) -> bool:
+    """Return whether a daemon of this user listens there (a socket left behind refuses connections)."""
     try:
-        check_private(path)
+        connect_to_daemon(check_served(path), _CONNECT_TIMEOUT_S).close()
     except (DaemonError, OSError):
         return False
-    return True
-
-
-def _is_served(path: Path) -> bool:
-    """Whether a process listens there: a socket that was left behind refuses connections."""
-    if not (path / CONTROL_SOCKET).exists():
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_CONNECT_TIMEOUT_S)
-        try:
-            probe.connect(str(path / SESSION_SOCKET))
-        except OSError:
-            return False
     return True

@@ -15,19 +15,21 @@ from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 
-from krul_backend.daemon.client.request_channel import RequestChannels, SessionEndedError
-from krul_backend.daemon.protocol.frames import decode_greeting
-from krul_backend.daemon.protocol.messages import MAX_MODELS, HelloRequest, R, Request, SessionGreeting
-from krul_backend.daemon.protocol.runtime_dir import (
-    CONTROL_SOCKET,
-    SESSION_SOCKET,
-    check_served,
-    check_socket_path,
-    peer_of,
+from krul_backend.daemon.client.request_channel import RequestChannels, SessionEndedError, connect_to_daemon
+from krul_backend.daemon.protocol.frames import Inbox, decode_reply, encode, pack
+from krul_backend.daemon.protocol.messages import (
+    EXCEPTIONS,
+    MAX_MODELS,
+    ErrorReply,
+    HelloRequest,
+    OpenRequest,
+    R,
+    Request,
+    SessionGreeting,
 )
-from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError
+from krul_backend.daemon.protocol.runtime_dir import check_served, check_socket_path
+from krul_backend.errors import DaemonUnreachableError, ProtocolError
 from krul_backend.memory import map_shared
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
 from krul_backend.tiers.common.interface import DRAM_TIER, Block, LayerStatus, SegmentSlice, Span
@@ -116,16 +118,16 @@ def _with_views(part: SegmentSlice, arena: ArenaBytes) -> SegmentSlice:
     return replace(part, blocks=ArenaBlocks(arena, part.spans), status=status)
 
 
-_MAX_GREETING_BYTES = 4096
 _DESCRIPTOR, _DESCRIPTORS = struct.Struct("i"), struct.Struct("2i")
 
 
 class ClientSession:
-    """A connection to a daemon's session socket. It lasts until ``close`` or until the daemon is gone.
+    """A session with a daemon. It lasts until ``close`` or until the daemon is gone.
 
     ``arena`` is the daemon's memory, uint8 ``[capacity_bytes]``, mapped shared and writable. It stays mapped
     as long as it, or a view of it, is referenced, so that a copy under way can finish even if the session or
     the daemon ends. ``page_filter`` has what the daemon may have; None if it does not say.
+    ``channels`` send its requests, over connections of their own; they are closed when it ends.
 
     Args:
         runtime_dir: where the daemon serves.
@@ -147,18 +149,16 @@ class ClientSession:
         on_end: Callable[[ClientSession], None] | None = None,
     ) -> None:
         check_socket_path(runtime_dir)
-        check_served(runtime_dir)
-        self.runtime_dir = runtime_dir
+        path = check_served(runtime_dir)
         self._on_end = on_end
         self._is_over = threading.Event()
         self._lock = threading.Lock()
-        path = runtime_dir / SESSION_SOCKET
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            self._socket.settimeout(timeout_s)
-            self._socket.connect(str(path))
-            _check_peer(self._socket, path)
-            self.greeting, descriptors = _receive_greeting(self._socket, path)
+            self._socket = connect_to_daemon(path, timeout_s)
+        except OSError as error:
+            raise DaemonUnreachableError(f"no krul daemon answers at {path}: {error}") from error
+        try:
+            self.greeting, descriptors = _open(self._socket, path)
             try:
                 self.arena = _map_arena(descriptors[0], self.greeting.capacity_bytes)
                 self.page_filter = PageFilter(descriptors[1]) if descriptors[1:] else None
@@ -172,6 +172,7 @@ class ClientSession:
         except BaseException:
             self._socket.close()
             raise
+        self.channels = RequestChannels(path, self.token)
         self._watcher = threading.Thread(target=self._watch, name="krul-session", daemon=True)
         self._watcher.start()
 
@@ -179,11 +180,6 @@ class ClientSession:
     def token(self) -> str:
         """Names the session in every request."""
         return self.greeting.token
-
-    @property
-    def control_endpoint(self) -> str:
-        """Where requests go, as ZeroMQ writes it."""
-        return f"ipc://{self.runtime_dir / CONTROL_SOCKET}"
 
     @property
     def is_alive(self) -> bool:
@@ -199,15 +195,17 @@ class ClientSession:
         # read from another file of the same number. The kernel refuses if the daemon's end is closed already.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        self.channels.close()
         if threading.current_thread() is not self._watcher:
             self._watcher.join()
 
     def _watch(self) -> None:
-        # A daemon sends nothing after its greeting. If it did, it would be ignored: only its end matters.
+        # Nothing is asked here after the greeting: only the connection's end matters.
         with self._socket, contextlib.suppress(OSError):
             while self._socket.recv(4096):
                 pass
         self._is_over.set()
+        self.channels.close()
         with self._lock:
             on_end, self._on_end = self._on_end, None
         if on_end is not None:
@@ -217,11 +215,8 @@ class ClientSession:
 class DaemonConnection:
     """One session with a daemon: its arena, its requests, and the models that it said hello with."""
 
-    def __init__(self, session: ClientSession, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, session: ClientSession) -> None:
         self.session = session
-        self._channels = RequestChannels(
-            context, session.control_endpoint, session.token, has_ended=lambda: not session.is_alive
-        )
         self._lock = threading.Lock()
         self._known: dict[str, None] = {}
 
@@ -231,20 +226,20 @@ class DaemonConnection:
 
     def ask(self, request: Request[R], timeout_s: float, token_ids: TokenIds | None = None) -> R:
         """Send a request and wait for its reply. Raises as ``RequestChannels.ask``."""
-        return self._channels.ask(request, timeout_s, token_ids)
+        return self.session.channels.ask(request, timeout_s, token_ids)
 
     def post(self, request: Request[Any]) -> None:
         """Send a request that gives something back, after all that this thread sent before. Never waits."""
         # When a session ends, the daemon takes back all that it granted.
         with contextlib.suppress(SessionEndedError):
-            self._channels.post(request)
+            self.session.channels.post(request)
 
     def say_hello(self, model: ModelIdentity, timeout_s: float) -> None:
         """Introduce a model to the daemon, unless it knows it. Raises as ``RequestChannels.ask``."""
         if model.fingerprint in self._known:
             return
         hello = HelloRequest(format=FORMAT_VERSION, model=model, fingerprint=model.fingerprint)
-        self._channels.ask(hello, timeout_s)
+        self.session.channels.ask(hello, timeout_s)
         with self._lock:
             self._known[model.fingerprint] = None
             if len(self._known) > MAX_MODELS // 2:
@@ -252,25 +247,19 @@ class DaemonConnection:
 
     def close(self) -> None:
         self.session.close()
-        self._channels.close()
 
 
-def _check_peer(connection: socket.socket, path: Path) -> None:
-    """Check that a process of the same user answers: it is going to be handed prompts."""
-    _, uid = peer_of(connection)
-    if uid != os.geteuid():
-        raise DaemonError(f"the process that serves {path} belongs to user {uid}, not to user {os.geteuid()}")
-
-
-def _receive_greeting(connection: socket.socket, path: Path) -> tuple[SessionGreeting, list[int]]:
-    """The daemon's greeting, and the descriptors with it, which the caller then owns."""
-    line = b""
+def _open(connection: socket.socket, path: Path) -> tuple[SessionGreeting, list[int]]:
+    """Open a session: the daemon's greeting, and the descriptors with it, which the caller then owns."""
+    request = OpenRequest()
     descriptors: list[int] = []
+    inbox = Inbox()
     try:
-        while not line.endswith(b"\n") and len(line) < _MAX_GREETING_BYTES:
+        connection.sendall(pack(encode(request)))
+        while (message := inbox.next()) is None:
             # Not socket.recv_fds, which cannot say CLOEXEC: a child process would keep the arena.
             data, ancillary, _, _ = connection.recvmsg(
-                _MAX_GREETING_BYTES - len(line), socket.CMSG_LEN(_DESCRIPTORS.size), socket.MSG_CMSG_CLOEXEC
+                4096, socket.CMSG_LEN(_DESCRIPTORS.size), socket.MSG_CMSG_CLOEXEC
             )
             for level, kind, payload in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -279,15 +268,17 @@ def _receive_greeting(connection: socket.socket, path: Path) -> tuple[SessionGre
                 raise DaemonUnreachableError(
                     f"the krul daemon at {path} closed the connection: it is ending, or full"
                 )
-            line += data
-        greeting = decode_greeting(line)
-        if len(descriptors) not in (1, 2):
+            inbox.add(data)
+        reply = decode_reply(message[0], request)
+        if isinstance(reply, ErrorReply):
+            raise EXCEPTIONS[reply.code](reply.message)
+        if reply is None or len(descriptors) not in (1, 2):
             raise ProtocolError(f"the daemon at {path} sent {len(descriptors)} descriptors, not one or two")
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return greeting, descriptors
+    return reply.result, descriptors
 
 
 def _map_arena(descriptor: int, capacity_bytes: int) -> ArenaBytes:

@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import zmq
-
 from krul_backend.daemon.client.client_session import ArenaBytes, ClientSession, DaemonConnection
 from krul_backend.daemon.client.request_channel import RequestTimeoutError, SessionEndedError
-from krul_backend.daemon.protocol.messages import EXCEPTIONS, PROTOCOL_VERSION, ClearRequest, PingRequest
+from krul_backend.daemon.protocol.messages import EXCEPTIONS, ClearRequest, PingRequest
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError, StoreClosedError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity
 
@@ -101,7 +99,6 @@ class DaemonLink:
         self._request_timeout_s = request_timeout_s
         self._on_arena = on_arena
         self._restart = restart
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._state = _State.LOST
@@ -110,11 +107,7 @@ class DaemonLink:
         self._pending_clears: list[_Clear] = []
         self.counters = LinkCounters()
         self._said: set[str] = set()
-        try:
-            self._try_first()
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+        self._try_first()
         self._thread = threading.Thread(target=self._run, name="krul-daemon-link", daemon=True)
         self._thread.start()
 
@@ -179,7 +172,6 @@ class DaemonLink:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-        self._context.destroy(linger=0)
 
     # Reconnecting: in the link's own thread.
 
@@ -275,13 +267,12 @@ class DaemonLink:
         return ClientSession(self._runtime_dir, timeout_s=HANDSHAKE_TIMEOUT_S, on_end=self._session_ended)
 
     def _connect(self, session: ClientSession) -> DaemonConnection:
-        connection = DaemonConnection(session, self._context)
+        connection = DaemonConnection(session)
         try:
-            greeting = session.greeting
-            if (greeting.protocol, greeting.format) != (PROTOCOL_VERSION, FORMAT_VERSION):
+            if session.greeting.format != FORMAT_VERSION:
                 raise ProtocolError(
-                    f"the krul daemon at {self._runtime_dir} has protocol {greeting.protocol} and format "
-                    f"{greeting.format}, this side {PROTOCOL_VERSION} and {FORMAT_VERSION}: install the same"
+                    f"the krul daemon at {self._runtime_dir} has format {session.greeting.format}, this side "
+                    f"{FORMAT_VERSION}: run both from one version of krul"
                 )
             connection.say_hello(self._model, HANDSHAKE_TIMEOUT_S)
             self._on_arena(session.arena)

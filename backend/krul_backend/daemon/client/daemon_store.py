@@ -77,7 +77,7 @@ class DaemonStore(KVStore):
     that was not answered is repeated before anything can be leased again.
 
     Args:
-        endpoint: the daemon's runtime directory, or ``ipc://<directory>/control.sock``.
+        endpoint: the daemon's runtime directory, or ``ipc://<directory>/daemon.sock``.
         model: introduced to the daemon at once; other models are when a call first names them.
         request_timeout_s: how long a call may wait for the daemon.
         hang_timeout_s: how long the daemon may leave a ping unanswered; it is pinged after a time-out.

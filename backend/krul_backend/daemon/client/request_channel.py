@@ -1,25 +1,30 @@
-"""Sends requests over ZeroMQ from many threads: each has a DEALER, since sockets are not thread-safe."""
+"""Sends requests to the daemon from many threads: each has a connection of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import select
+import socket
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
-from krul_backend.daemon.protocol.frames import decode_reply, encode, encode_token_ids
-from krul_backend.daemon.protocol.messages import EXCEPTIONS, MAX_FRAME_BYTES, ErrorReply, R, Reply, Request
-from krul_backend.errors import DaemonUnreachableError, ProtocolError
+from krul_backend.daemon.protocol.frames import Inbox, decode_reply, encode, encode_token_ids, pack
+from krul_backend.daemon.protocol.messages import EXCEPTIONS, ErrorReply, R, Reply, Request
+from krul_backend.daemon.protocol.runtime_dir import peer_of
+from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError
 from krul_backend.segment import TokenIds
 
-_POLL_MS = 20
-"""How soon a waiting thread notices that its session ended."""
+_RECEIVED_BYTES = 1 << 16
+_RETRY_S = 0.02
+"""Seconds until bytes that a hanging daemon did not take are sent again."""
 
 
 class RequestTimeoutError(DaemonUnreachableError):
@@ -27,35 +32,139 @@ class RequestTimeoutError(DaemonUnreachableError):
 
 
 class SessionEndedError(DaemonUnreachableError):
-    """The session that the request belongs to is over."""
+    """The session that the request belongs to is over, or the connection that it was sent on."""
+
+
+def connect_to_daemon(path: Path, timeout_s: float) -> socket.socket:
+    """A connection to the daemon that listens at ``path``, with this time-out.
+
+    Raises:
+        OSError: nobody listens there; BlockingIOError: so many wait there that this one would have to wait.
+        DaemonError: a process of another user listens. It would be handed prompts.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(os.fspath(path))
+        _, uid = peer_of(connection)
+        if uid != os.geteuid():
+            raise DaemonError(
+                f"the process that serves {path} belongs to user {uid}, not to user {os.geteuid()}"
+            )
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _wait_until_writable(connection: socket.socket, timeout_s: float) -> None:
+    """Wait until something can be sent. Not ``select.select``, which knows the first 1024 files alone."""
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    poll.poll(1000 * timeout_s)
 
 
 class _Channel:
-    """A DEALER that one thread at a time uses. ``lock``: another thread may close it."""
+    """A connection that one thread at a time uses: made for its first request, and again when it has broken.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    Whoever calls anything but ``interrupt`` holds ``lock``.
+    """
+
+    def __init__(self, path: Path) -> None:
         self.lock = threading.Lock()
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        # No high-water mark, or a release could be dropped. The queue stays short all the same: a thread
-        # waits for all replies but those to releases, of which there are at most as many as grants.
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self.socket.connect(endpoint)
+        self._path = path
+        self._socket: socket.socket | None = None
+        # Nobody may close a socket while another thread shuts it down: its number may soon be another file's.
+        self._closing = threading.Lock()
+        self._readable = select.poll()
+        self._inbox = Inbox()
+        self._unsent = bytearray()
 
-    def send(self, request: Request[Any], token_ids: TokenIds | None) -> None:
-        frames = [encode(request)]
-        if token_ids is not None:
-            frames.append(encode_token_ids(token_ids))
-        self.socket.send_multipart(frames)
+    def send(self, message: bytes) -> bool:
+        """Send a message after all earlier ones, without waiting. False: not all of it was taken yet.
+
+        What a broken connection had not taken before is lost. Raises OSError if there is no daemon.
+        """
+        self._unsent += message
+        try:
+            return self.send_rest()
+        except OSError:
+            self.drop()
+        self._unsent += message
+        return self.send_rest()
+
+    def send_rest(self) -> bool:
+        """Send what was not taken yet, without waiting; whether all of it is now. Raises OSError."""
+        try:
+            connection = self._socket or self._connect()
+            while self._unsent:
+                del self._unsent[: connection.send(self._unsent)]
+        except BlockingIOError:
+            return False
+        return True
+
+    def receive(self, until_s: float) -> bytes:
+        """The JSON of the next reply. What has come of a reply that is late is kept.
+
+        Raises:
+            TimeoutError: no reply has come in time, or the request before it was not taken.
+            OSError: the connection has ended.
+            ProtocolError: what comes cannot be taken apart into replies.
+        """
+        while not self.send_rest():
+            remaining_s = until_s - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError
+            if self._socket is None:
+                time.sleep(min(_RETRY_S, remaining_s))
+            else:
+                _wait_until_writable(self._socket, remaining_s)
+        while (message := self._inbox.next()) is None:
+            self._readable.poll(max(0.0, 1000 * (until_s - time.monotonic())))
+            if not self._take_received() and time.monotonic() >= until_s:
+                raise TimeoutError
+        return message[0]
 
     def drop_replies(self) -> None:
         """Throw away replies that nobody waits for: late ones, and those to releases."""
+        with contextlib.suppress(OSError):
+            while self._socket is not None and self._take_received():
+                while self._inbox.next() is not None:
+                    pass
+
+    def drop(self) -> None:
+        """Close the connection, and forget what was not sent on it."""
+        with self._closing:
+            if self._socket is not None:
+                self._readable.unregister(self._socket)
+                self._socket.close()
+            self._socket = None
+        self._inbox = Inbox()
+        self._unsent.clear()
+
+    def interrupt(self) -> None:
+        """Make whoever waits here fail at once. For any thread."""
+        with self._closing, contextlib.suppress(OSError):
+            if self._socket is not None:
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _connect(self) -> socket.socket:
+        self._socket = connect_to_daemon(self._path, 0)
+        self._readable.register(self._socket, select.POLLIN)
+        return self._socket
+
+    def _take_received(self) -> bool:
+        """Read what has arrived; return whether anything has. Raises OSError if the connection has ended."""
+        if self._socket is None:
+            raise ConnectionResetError("the connection was closed")
         try:
-            while True:
-                self.socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
+            received = self._socket.recv(_RECEIVED_BYTES)
+        except BlockingIOError:
+            return False
+        if not received:
+            raise ConnectionResetError("the daemon closed the connection")
+        self._inbox.add(received)
+        return True
 
 
 class _Use:
@@ -66,36 +175,25 @@ class _Use:
 
 
 class RequestChannels:
-    """Sends all requests of one session, or to one admin endpoint. Thread-safe.
+    """Sends all requests of one session, or of a client without one. Thread-safe.
 
-    Each thread has a channel of its own. When it ends, the channel stays open for the next new thread:
-    closing it would drop a release that was posted last and is not sent yet.
+    Each thread has a channel of its own. When it ends, the channel stays open for the next new thread.
 
     Args:
-        context: not owned.
-        endpoint: as ZeroMQ writes it.
-        token: the session's; empty for an admin endpoint.
-        has_ended: returns whether no reply will come any more.
+        path: the daemon's socket.
+        token: the session's; empty without one.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        token: str = "",
-        *,
-        has_ended: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._context = context
-        self._endpoint = endpoint
+    def __init__(self, path: Path, token: str = "") -> None:
+        self._path = path
         self._token = token
-        self._has_ended = has_ended
         self._ids = itertools.count(1)
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._channels: list[_Channel] = []
         self._unused: deque[_Channel] = deque()
-        self._is_closed = False
+        self._late: set[_Channel] = set()
+        self._is_closed = threading.Event()
 
     def ask(self, request: Request[R], timeout_s: float, token_ids: TokenIds | None = None) -> R:
         """Send a request and wait for its result; replies to earlier requests are dropped by their ids.
@@ -103,46 +201,68 @@ class RequestChannels:
         Raises:
             RequestTimeoutError: no reply within ``timeout_s``.
             SessionEndedError: the session is over, so nobody will reply.
-            ProtocolError: the reply cannot be read, or is none to this request.
+            ProtocolError: the reply cannot be read, or is none to this request; or the request is too large.
             ManifestError, KeyError, ValueError, StoreClosedError, TierReadError, DaemonError: the daemon's
                 answer is this error.
         """
-        deadline_s = time.monotonic() + timeout_s
+        until_s = time.monotonic() + timeout_s
         request = self._addressed(request)
+        message = pack(encode(request), b"" if token_ids is None else encode_token_ids(token_ids))
         channel = self._channel()
         with channel.lock:
-            self._check_open()
-            channel.drop_replies()
-            channel.send(request, token_ids)
-            while True:
-                remaining_ms = (deadline_s - time.monotonic()) * 1000
-                if remaining_ms <= 0:
-                    raise RequestTimeoutError(f"no answer from {self._endpoint} within {timeout_s:g} s")
-                if channel.socket.poll(max(1, min(_POLL_MS, int(remaining_ms)))):
-                    reply = _decode(channel.socket.recv_multipart(), request)
-                    if reply is not None:
-                        break
-                self._check_open()
+            try:
+                reply = self._round_trip(channel, request, message, until_s)
+            except TimeoutError:
+                self._send_late(channel)
+                raise RequestTimeoutError(f"no answer from {self._path} within {timeout_s:g} s") from None
+            except OSError as error:
+                channel.drop()
+                raise SessionEndedError(f"the daemon at {self._path} is gone: {error}") from error
         if isinstance(reply, ErrorReply):
             raise EXCEPTIONS[reply.code](reply.message)
         return reply.result
 
     def post(self, request: Request[Any]) -> None:
         """Send a request whose reply does not matter, after all earlier ones of this thread. Never waits."""
+        message = pack(encode(self._addressed(request)))
         channel = self._channel()
         with channel.lock:
-            if not self._is_closed:
-                channel.drop_replies()
-                channel.send(self._addressed(request), None)
+            if self._is_closed.is_set():
+                return
+            channel.drop_replies()
+            try:
+                if not channel.send(message):
+                    self._send_late(channel)
+            except OSError:
+                channel.drop()
 
     def close(self) -> None:
-        """Close the sockets of all threads. Before ``has_ended`` is true this waits for their requests."""
+        """Close all connections: requests under way fail at once. May be called again."""
         with self._lock:
-            self._is_closed = True
+            self._is_closed.set()
             channels = list(self._channels)
         for channel in channels:
+            channel.interrupt()
+        for channel in channels:
             with channel.lock:
-                channel.socket.close(0)
+                channel.drop()
+
+    def _round_trip(
+        self, channel: _Channel, request: Request[R], message: bytes, until_s: float
+    ) -> Reply[R] | ErrorReply:
+        self._check_open()
+        channel.send(message)
+        # Once more: from here on ``close`` interrupts the connection, which may be a new one.
+        self._check_open()
+        while True:
+            try:
+                frame = channel.receive(until_s)
+            except ProtocolError:
+                channel.drop()
+                raise
+            reply = decode_reply(frame, request)
+            if reply is not None:
+                return reply
 
     def _addressed(self, request: Request[R]) -> Request[R]:
         return msgspec.structs.replace(request, token=self._token, id=next(self._ids))
@@ -159,16 +279,36 @@ class RequestChannels:
         return use.channel
 
     def _new_channel(self) -> _Channel:
-        channel = _Channel(self._context, self._endpoint)
+        channel = _Channel(self._path)
         self._channels.append(channel)
         return channel
 
     def _check_open(self) -> None:
-        if self._is_closed or self._has_ended():
-            raise SessionEndedError(f"the daemon at {self._endpoint} is gone")
+        if self._is_closed.is_set():
+            raise SessionEndedError(f"the daemon at {self._path} is gone")
 
+    def _send_late(self, channel: _Channel) -> None:
+        """Have a thread send what the daemon did not take: this thread may never send anything again."""
+        with self._lock:
+            is_first = not self._late
+            self._late.add(channel)
+        if is_first:
+            threading.Thread(target=self._send_all_late, name="krul-late-requests", daemon=True).start()
 
-def _decode(frames: list[bytes], request: Request[R]) -> Reply[R] | ErrorReply | None:
-    if len(frames) != 1:
-        raise ProtocolError(f"expected a reply of one frame, got {len(frames)}")
-    return decode_reply(frames[0], request)
+    def _send_all_late(self) -> None:
+        while not self._is_closed.wait(_RETRY_S):
+            with self._lock:
+                late = list(self._late)
+            for channel in late:
+                with channel.lock:
+                    try:
+                        is_sent = channel.send_rest()
+                    except OSError:
+                        channel.drop()
+                        is_sent = True
+                    if is_sent:
+                        with self._lock:
+                            self._late.discard(channel)
+            with self._lock:
+                if not self._late:
+                    return

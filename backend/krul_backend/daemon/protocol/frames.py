@@ -1,14 +1,15 @@
-"""Messages as frames of bytes.
+"""Messages as bytes of a stream.
 
-On ``control.sock`` a request is one frame of JSON, followed by a frame of token ids (int64, little endian) if
-the request's type says so; a reply is one frame of JSON. The field ``op`` of a request says what it asks
-for; that of a reply is ``reply`` or ``error``.
+A message is two lengths (unsigned, 32 bits, little endian), JSON of the first length, and token ids (int64,
+little endian) of the second one, in bytes. Only requests whose type says so have token ids. The field ``op``
+of a request says what it asks for; that of a reply is ``reply`` or ``error``.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+import struct
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -21,19 +22,19 @@ from krul_backend.daemon.protocol.messages import (
     PROTOCOL_VERSION,
     SESSION_REQUESTS,
     ErrorReply,
+    OpenRequest,
     R,
     Reply,
     Request,
-    SessionGreeting,
     op_of,
     result_type,
 )
 from krul_backend.errors import ProtocolError
 from krul_backend.segment import TokenIds
 
-REQUESTS = (*SESSION_REQUESTS, *ADMIN_REQUESTS)
+REQUESTS: tuple[type[Request[Any]], ...] = (OpenRequest, *SESSION_REQUESTS, *ADMIN_REQUESTS)
 
-_MAX_TOKENS = MAX_FRAME_BYTES // 8
+_LENGTHS = struct.Struct("<II")
 
 
 class _ReplyId(Struct, frozen=True):
@@ -50,33 +51,77 @@ _request_decoder: msgspec.json.Decoder[Request[Any]] = msgspec.json.Decoder(
 )
 _reply_id_decoder = msgspec.json.Decoder(_ReplyId)
 _envelope_decoder = msgspec.json.Decoder(_Envelope)
-_greeting_decoder = msgspec.json.Decoder(SessionGreeting)
 
 _T = TypeVar("_T")
 
 
-def encode(message: Request[Any] | Reply[Any] | ErrorReply | SessionGreeting) -> bytes:
+def encode(message: Request[Any] | Reply[Any] | ErrorReply) -> bytes:
+    """The JSON of a message. Raises TypeError or ValueError if JSON has no words for a value in it."""
     return _encoder.encode(message)
 
 
-def checked_request(frames: list[bytes]) -> Request[Any]:
-    """The request that a message of these frames is.
+def encode_token_ids(token_ids: TokenIds) -> bytes:
+    return np.ascontiguousarray(token_ids, dtype="<i8").tobytes()
+
+
+def pack(frame: bytes, token_ids: bytes = b"") -> bytes:
+    """A message of JSON and token ids as it is sent. Raises ProtocolError if nobody would read so much."""
+    _check_lengths(len(frame), len(token_ids))
+    return b"".join((_LENGTHS.pack(len(frame), len(token_ids)), frame, token_ids))
+
+
+class Inbox:
+    """Collects the bytes of a stream, and takes them apart into messages."""
+
+    def __init__(self) -> None:
+        self._received: bytes | bytearray = b""
+        self._start = 0
+
+    def add(self, received: bytes) -> None:
+        if self._start == len(self._received):
+            self._received, self._start = received, 0
+            return
+        if not isinstance(self._received, bytearray):
+            self._received = bytearray(self._received)
+        del self._received[: self._start]
+        self._start = 0
+        self._received += received
+
+    def next(self) -> tuple[bytes, bytes] | None:
+        """JSON and token ids of the next message; None if it has not come as a whole.
+
+        Raises:
+            ProtocolError: it would be larger than what is read. Nothing that follows can be read, either.
+        """
+        received, start = self._received, self._start + _LENGTHS.size
+        if len(received) < start:
+            return None
+        frame_len, ids_len = _LENGTHS.unpack_from(received, self._start)
+        _check_lengths(frame_len, ids_len)
+        ids_start = start + frame_len
+        end = ids_start + ids_len
+        if len(received) < end:
+            return None
+        self._start = end
+        return bytes(received[start:ids_start]), bytes(received[ids_start:end])
+
+
+def checked_request(frame: bytes, token_ids: bytes) -> Request[Any]:
+    """The request that a message is.
 
     Raises:
-        ProtocolError: it is none, or of another version, or has a frame too many or too few.
+        ProtocolError: it is none, or of another version, or has token ids that it should not have.
     """
-    if not 1 <= len(frames) <= 2:
-        raise ProtocolError(f"expected a message of 1 or 2 frames, got {len(frames)}")
     try:
-        request = decode_request(frames[0])
+        request = decode_request(frame)
     except ProtocolError:
-        envelope = decode_envelope(frames[0])
+        envelope = decode_envelope(frame)
         _check_version(envelope[0] if envelope is not None else PROTOCOL_VERSION)
         raise
-    _check_version(request.version)
-    needed = 2 if request.has_token_ids else 1
-    if len(frames) != needed:
-        raise ProtocolError(f"{op_of(request)} has {needed} frames, got {len(frames)}")
+    if request.version != PROTOCOL_VERSION:
+        _check_version(request.version)
+    if token_ids and not request.has_token_ids:
+        raise ProtocolError(f"{op_of(request)} has no token ids, got {len(token_ids)} bytes of them")
     return request
 
 
@@ -101,11 +146,6 @@ def decode_reply(frame: bytes, request: Request[R]) -> Reply[R] | ErrorReply | N
     return reply if reply.id == request.id else None
 
 
-def decode_greeting(line: bytes) -> SessionGreeting:
-    """Raises ProtocolError if the line is no greeting."""
-    return _decode(_greeting_decoder, line, "greeting")
-
-
 def decode_envelope(frame: bytes) -> tuple[int, int] | None:
     """Version and id of a request that may be of another version; None if it has none."""
     try:
@@ -115,14 +155,10 @@ def decode_envelope(frame: bytes) -> tuple[int, int] | None:
     return envelope.version, envelope.id
 
 
-def encode_token_ids(token_ids: TokenIds) -> bytes:
-    return np.ascontiguousarray(token_ids, dtype="<i8").tobytes()
-
-
 def decode_token_ids(frame: bytes) -> TokenIds:
     """int64 ``[n]``, a read-only view of the frame. Raises ProtocolError if a token id is cut off."""
-    if len(frame) % 8 or len(frame) > 8 * _MAX_TOKENS:
-        raise ProtocolError(f"expected at most {_MAX_TOKENS} token ids of 8 bytes, got {len(frame)} bytes")
+    if len(frame) % 8:
+        raise ProtocolError(f"expected token ids of 8 bytes, got {len(frame)} bytes")
     return np.frombuffer(frame, dtype="<i8")
 
 
@@ -132,8 +168,6 @@ def _reply_decoder(request: type[Request[R]]) -> msgspec.json.Decoder[Reply[R] |
 
 
 def _decode(decoder: msgspec.json.Decoder[_T], frame: bytes, what: str) -> _T:
-    if len(frame) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a {what} of {len(frame)} bytes is beyond the {MAX_FRAME_BYTES} that are read")
     try:
         return decoder.decode(frame)
     # Not UTF-8, and nested too deeply, have exceptions of their own.
@@ -141,6 +175,16 @@ def _decode(decoder: msgspec.json.Decoder[_T], frame: bytes, what: str) -> _T:
         raise ProtocolError(f"expected a {what} of protocol {PROTOCOL_VERSION}: {error}") from error
 
 
+def _check_lengths(*lengths: int) -> None:
+    if max(lengths) > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"a message of {max(lengths)} bytes is beyond the {MAX_FRAME_BYTES} that are read"
+        )
+
+
 def _check_version(version: int) -> None:
     if version != PROTOCOL_VERSION:
-        raise ProtocolError(f"the daemon speaks protocol {PROTOCOL_VERSION}, the client {version}")
+        raise ProtocolError(
+            f"the daemon speaks protocol {PROTOCOL_VERSION}, the client {version}: "
+            "run both from one version of krul"
+        )

@@ -1,7 +1,7 @@
 """The messages: a request for each operation of the store, and the reply with its result.
 
 The dataclasses of the store travel as they are. Only a manifest has a class of its own here: its model was
-named before, and its tokens follow in a frame of their own. Every string, list and number of a request has a
+named before, and its tokens follow the JSON. Every string, list and number of a request has a
 bound, which is checked when the request is decoded.
 
 To add an operation, write its request and enter it in ``SESSION_REQUESTS``, or, if people and scripts ask it
@@ -32,8 +32,9 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MAX_FRAME_BYTES = 64 << 20
+"""Of the JSON of a message, and of its token ids."""
 MAX_PAGES = 1_000_000
 MAX_LAYERS = 1024
 MAX_CHECKSUM_BYTES = 1 << 16
@@ -66,21 +67,11 @@ _LayerTokens = Annotated[tuple[_Position, ...], Meta(max_length=MAX_LAYERS)]
 R = TypeVar("R")
 
 
-class SessionGreeting(Struct, frozen=True):
-    """The line that the daemon sends on ``session.sock``, with the file descriptors of the arena and,
-    unless others store in its tiers, too, of its ``PageFilter``."""
-
-    protocol: int
-    format: int
-    token: str
-    capacity_bytes: int
-
-
 class Request(Struct, Generic[R], frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="op"):
     """A request whose result is an ``R``. Whoever sends it sets ``token`` and ``id``.
 
-    ``token`` names the session; it is empty for a client without one. The reply repeats ``id``. A frame of
-    token ids follows a request with ``has_token_ids``.
+    ``token`` names the session; it is empty for a client without one. The reply repeats ``id``. Token ids
+    follow a request with ``has_token_ids``.
     """
 
     has_token_ids: ClassVar[bool] = False
@@ -135,6 +126,19 @@ class ErrorReply(Struct, frozen=True, kw_only=True, tag_field="op", tag="error")
 
 
 # ---- operations of a session ----
+
+
+class SessionGreeting(Struct, frozen=True):
+    """Comes with the file descriptors of the arena and, unless others store in its tiers, too, of the
+    daemon's ``PageFilter``."""
+
+    format: int
+    token: str
+    capacity_bytes: int
+
+
+class OpenRequest(Request[SessionGreeting], frozen=True, kw_only=True, tag="open"):
+    """Opens a session, which lasts as long as the connection. It needs none, and no token."""
 
 
 class HelloRequest(Request[None], frozen=True, kw_only=True, tag="hello"):

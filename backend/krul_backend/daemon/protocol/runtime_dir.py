@@ -1,4 +1,4 @@
-"""The private directory that holds a daemon's sockets."""
+"""The private directory that holds a daemon's socket."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 
 from krul_backend.errors import DaemonError, DaemonUnreachableError
 
-SESSION_SOCKET = "session.sock"
-CONTROL_SOCKET = "control.sock"
+SOCKET_NAME = "daemon.sock"
 
 HINTS_TOKEN_NAME = "hints.token"
 """The file in its runtime directory with the token for hints over HTTP."""
@@ -33,7 +32,7 @@ class RuntimeDir:
     """A directory that one daemon holds, from the constructor on until ``close``.
 
     It is made (0700) if it is not there. An existing one must be a directory of this user that nobody else
-    may enter. Sockets that an earlier daemon left behind are removed. The lock file stays: if it were
+    may enter. A socket that an earlier daemon left behind is removed. The lock file stays: if it were
     removed, two daemons could each hold a lock.
 
     Raises:
@@ -49,7 +48,7 @@ class RuntimeDir:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_private(self.path)
             self._lock = _take_lock(self.path)
-            self._remove_sockets()
+            self.socket_path.unlink(missing_ok=True)
         except OSError as error:
             self._unlock()
             raise DaemonError(
@@ -57,22 +56,14 @@ class RuntimeDir:
             ) from error
 
     @property
-    def session_socket(self) -> Path:
-        return self.path / SESSION_SOCKET
-
-    @property
-    def control_socket(self) -> Path:
-        return self.path / CONTROL_SOCKET
+    def socket_path(self) -> Path:
+        return self.path / SOCKET_NAME
 
     def close(self) -> None:
-        """Remove the sockets and let another daemon have the directory. May be called again."""
+        """Remove the socket and let another daemon have the directory. May be called again."""
         if self._lock is not None:
-            self._remove_sockets()
+            self.socket_path.unlink(missing_ok=True)
             self._unlock()
-
-    def _remove_sockets(self) -> None:
-        self.session_socket.unlink(missing_ok=True)
-        self.control_socket.unlink(missing_ok=True)
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -81,7 +72,7 @@ class RuntimeDir:
 
 
 def runtime_dir_of(endpoint: str | Path) -> Path:
-    """The runtime directory that an endpoint means: the directory itself, or ``ipc://<dir>/control.sock``.
+    """The runtime directory that an endpoint means: the directory itself, or ``ipc://<dir>/daemon.sock``.
 
     Raises:
         DaemonError: the endpoint names no directory; that of TCP does not.
@@ -90,19 +81,19 @@ def runtime_dir_of(endpoint: str | Path) -> Path:
     if "://" not in text:
         return Path(text)
     path = Path(text.removeprefix("ipc://"))
-    if not text.startswith("ipc://") or path.name != CONTROL_SOCKET:
+    if not text.startswith("ipc://") or path.name != SOCKET_NAME:
         raise DaemonError(
-            f"{text} shares no memory: give the daemon's runtime directory, or ipc://<directory>/{CONTROL_SOCKET}"
+            f"{text} shares no memory: give the daemon's runtime directory, or ipc://<directory>/{SOCKET_NAME}"
         )
     return path.parent
 
 
 def check_socket_path(directory: Path) -> None:
-    """Raises DaemonError if a socket in this directory would have too long a path."""
-    longest = max(len(os.fsencode(directory / name)) for name in (SESSION_SOCKET, CONTROL_SOCKET))
-    if longest > MAX_SOCKET_PATH_BYTES:
+    """Raises DaemonError if the socket in this directory would have too long a path."""
+    num_bytes = len(os.fsencode(directory / SOCKET_NAME))
+    if num_bytes > MAX_SOCKET_PATH_BYTES:
         raise DaemonError(
-            f"the sockets in {directory} would have paths of {longest} bytes, the system takes "
+            f"the socket in {directory} would have a path of {num_bytes} bytes, the system takes "
             f"{MAX_SOCKET_PATH_BYTES}: choose a shorter runtime directory"
         )
 
@@ -128,29 +119,29 @@ def check_private(directory: Path) -> None:
         )
 
 
-def check_served(directory: Path) -> None:
-    """Check that the sockets in a runtime directory can only be this user's, before anything is sent to them.
+def check_served(directory: Path) -> Path:
+    """Check that the socket in a runtime directory can only be this user's; returns its path.
 
     Raises:
-        DaemonUnreachableError: the directory or a socket is not there.
-        DaemonError: the directory is a link, another user's or open to others, or a socket is none or another
-            user's.
+        DaemonUnreachableError: the directory or the socket is not there.
+        DaemonError: the directory is a link, another user's or open to others, or the socket is none or
+            another user's.
     """
+    path = directory / SOCKET_NAME
     try:
         check_private(directory)
-        for name in (SESSION_SOCKET, CONTROL_SOCKET):
-            status = os.lstat(directory / name)
-            if not stat.S_ISSOCK(status.st_mode):
-                raise DaemonError(f"{directory / name} is no socket: no krul daemon made it")
-            if status.st_uid != os.geteuid():
-                raise DaemonError(
-                    f"{directory / name} belongs to user {status.st_uid}, this is user {os.geteuid()}: "
-                    "it is not used"
-                )
+        status = os.lstat(path)
     except OSError as error:
         raise DaemonUnreachableError(
             f"no krul daemon serves {directory}: {error.strerror or error}"
         ) from error
+    if not stat.S_ISSOCK(status.st_mode):
+        raise DaemonError(f"{path} is no socket: no krul daemon made it")
+    if status.st_uid != os.geteuid():
+        raise DaemonError(
+            f"{path} belongs to user {status.st_uid}, this is user {os.geteuid()}: it is not used"
+        )
+    return path
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

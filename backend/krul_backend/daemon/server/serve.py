@@ -14,7 +14,6 @@ from types import FrameType
 from typing import TextIO
 
 import msgspec
-import zmq
 
 from krul_backend.daemon.protocol.messages import DaemonStats
 from krul_backend.daemon.protocol.runtime_dir import HINTS_TOKEN_NAME, RuntimeDir
@@ -57,8 +56,6 @@ def serve(config: DaemonConfig) -> None:
         stack.callback(runtime_dir.close)
         store = build_store(config)
         stack.callback(store.close)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stack.callback(context.term)
 
         # ``server`` is set below, before anybody can ask for statistics.
         def read_stats() -> tuple[StoreStats, DaemonStats]:
@@ -69,7 +66,6 @@ def serve(config: DaemonConfig) -> None:
         server = DaemonServer(
             runtime_dir,
             store,
-            context,
             # A lookup in a cluster waits for its network.
             may_lookup_wait=config.mooncake is not None or config.bucket is not None,
             observer=metrics.observe if config.metrics_port else None,

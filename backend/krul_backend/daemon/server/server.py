@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import zmq
-
-from krul_backend.daemon.protocol.frames import checked_request, decode_envelope, decode_token_ids, encode
+from krul_backend.daemon.protocol.frames import (
+    checked_request,
+    decode_envelope,
+    decode_token_ids,
+    encode,
+    pack,
+)
 from krul_backend.daemon.protocol.messages import (
     DaemonStats,
     ErrorReply,
+    OpenRequest,
     Reply,
     Request,
+    SessionGreeting,
     ShutdownRequest,
     error_code,
     op_of,
 )
 from krul_backend.daemon.protocol.runtime_dir import RuntimeDir
-from krul_backend.daemon.server.control_socket import bind_router
+from krul_backend.daemon.server.connections import Connection, Connections
 from krul_backend.daemon.server.handlers import SessionHandlers, admin_handlers
 from krul_backend.daemon.server.lanes import Deferred, Lanes
 from krul_backend.daemon.server.sessions import Session, SessionTable
 from krul_backend.errors import ProtocolError
+from krul_backend.segment import FORMAT_VERSION
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.interface import Reservation
 
@@ -47,29 +52,27 @@ Observer = Callable[[str, float, bool], None]
 its reply, and whether the reply was no error. It must return at once and never raise."""
 
 _MAX_WAIT_S = 1.0
-_MAX_BATCH = 64
 
 
-@dataclass(frozen=True)
-class _Caller:
+class _Caller(NamedTuple):
     """The peer that gets the reply to a request, and what is noted about the request."""
 
-    identity: bytes
+    connection: Connection
     op: str
     request_id: int
     start_s: float
 
 
 class DaemonServer:
-    """Answers on a runtime directory's sockets until ``stop``.
+    """Answers on a runtime directory's socket until ``stop``.
 
     Operations that may take long run in other threads. The loop's own thread sends all replies, and is the
-    only one that uses sockets and sessions. A request that fails is answered with a typed error. A message
-    that is no request is answered with an error if it has an id, else dropped. Both are counted.
+    only one that uses connections and sessions. A request that fails is answered with a typed error. A
+    message that is no request is answered with an error if it has an id, else its connection is closed. Both
+    are counted.
 
     Args:
         store: not owned; clients map the memory of its DRAM tier.
-        context: for the control socket.
         may_lookup_wait: whether lookups in this store may ask a network.
         observer: called for each answer.
         exit_when_unused: ``run`` returns some seconds after the last session ended.
@@ -79,7 +82,6 @@ class DaemonServer:
         self,
         runtime_dir: RuntimeDir,
         store: TieredStore,
-        context: zmq.Context[zmq.Socket[bytes]],
         *,
         may_lookup_wait: bool = False,
         observer: Observer | None = None,
@@ -99,33 +101,26 @@ class DaemonServer:
         self._orphans: deque[tuple[float, Reservation]] = deque()
         self._is_stopping = False
         self._lanes: Lanes[_Caller] = Lanes()
-        page_filter = store.page_filter
-        self._sessions = SessionTable(
-            runtime_dir.session_socket,
-            store.host.fileno(),
-            store.host.buffer.nbytes,
-            self._end_session,
-            filter_fileno=None if page_filter is None else page_filter.fileno(),
-        )
+        self._sessions = SessionTable()
+        self._ending: list[Session] = []
         self._last_session_s: float | None = None
-        self._control = bind_router(context, f"ipc://{runtime_dir.control_socket}")
-        os.chmod(runtime_dir.control_socket, 0o600)
-        self._poller = zmq.Poller()
-        for source in (self._control, self._sessions, self._lanes):
-            self._poller.register(source, zmq.POLLIN)
+        page_filter = store.page_filter
+        self._filenos = [store.host.fileno()] + ([] if page_filter is None else [page_filter.fileno()])
+        self._connections = Connections(
+            runtime_dir.socket_path,
+            self._lanes.fileno(),
+            on_message=self._handle,
+            on_garbage=lambda connection, error: self._count_bad("undecodable", error),
+            on_close=self._note_end,
+        )
 
     def run(self) -> None:
         """Serve until ``stop``, a shutdown request, or nobody uses the daemon any more."""
         while not self._is_stopping:
-            ready = {source for source, _ in self._poller.poll(self._wait_ms())}
-            if self._control in ready:
-                self._receive()
-            # After the requests, so that what a client sent before it ended is still done.
-            if self._sessions.fileno() in ready:
-                self._sessions.serve()
-            if self._lanes.fileno() in ready:
+            if self._connections.serve(self._wait_s()):
                 for caller, deferred, future in self._lanes.take_done():
                     self._finish(caller, deferred, future)
+            self._end_sessions()
             self._free_orphans()
             if self._exit_when_unused and self._is_unused():
                 logger.info("nobody uses this daemon any more")
@@ -137,42 +132,37 @@ class DaemonServer:
         self._lanes.wake()
 
     def disconnect(self) -> None:
-        """Close all sockets, after ``run``: clients notice at once. What they held is left as it is."""
-        self._sessions.close()
-        # A last reply (to a shutdown) may still be on its way.
-        self._control.close(linger=500)
+        """Close all connections, after ``run``: clients notice at once. What they held is left as it is."""
+        self._connections.close()
 
     def close(self) -> None:
         """End the threads. Call it after ``disconnect`` and the store's ``close``, which ends their work."""
         self._lanes.close()
 
-    def _wait_ms(self) -> int:
+    def _wait_s(self) -> float:
         due_s = self._orphans[0][0] - time.monotonic() if self._orphans else _MAX_WAIT_S
-        return math.ceil(1000 * min(_MAX_WAIT_S, max(0.0, due_s)))
+        return min(_MAX_WAIT_S, max(0.0, due_s))
 
-    def _receive(self) -> None:
-        """Handle requests that have arrived, not more than so many: sessions and results get their turn."""
-        for _ in range(_MAX_BATCH):
-            try:
-                identity, *frames = self._control.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._handle(identity, frames)
-
-    def _handle(self, identity: bytes, frames: list[bytes]) -> None:
+    def _handle(self, connection: Connection, frame: bytes, token_ids: bytes) -> None:
         start_s = time.monotonic()
         try:
-            request = checked_request(frames)
+            request = checked_request(frame, token_ids)
         except ProtocolError as error:
             self._count_bad("undecodable", error)
-            envelope = decode_envelope(frames[0]) if frames else None
-            if envelope is not None:
-                self._refuse(_Caller(identity, "invalid", envelope[1], start_s), error)
+            envelope = decode_envelope(frame)
+            if envelope is None:
+                self._connections.close_one(connection)
+            else:
+                self._refuse(_Caller(connection, "invalid", envelope[1], start_s), error)
             return
-        caller = _Caller(identity, op_of(request), request.id, start_s)
+        connection.token = request.token
+        caller = _Caller(connection, op_of(request), request.id, start_s)
         self._num_requests += 1
         try:
-            result = self._dispatch(request, frames)
+            if isinstance(request, OpenRequest):
+                self._open_session(caller)
+                return
+            result = self._dispatch(request, token_ids)
             if isinstance(result, Deferred):
                 self._lanes.submit(caller, result)
                 return
@@ -181,7 +171,17 @@ class DaemonServer:
             return
         self._reply(caller, result)
 
-    def _dispatch(self, request: Request[Any], frames: list[bytes]) -> Any:
+    def _open_session(self, caller: _Caller) -> None:
+        if self._sessions.opened_by(caller.connection) is not None:
+            raise ProtocolError("this connection has opened a session before")
+        session = self._sessions.open(caller.connection)
+        if session is None:
+            self._connections.close_one(caller.connection)
+            return
+        greeting = SessionGreeting(FORMAT_VERSION, session.token, self._store.host.buffer.nbytes)
+        self._reply(caller, greeting, self._filenos)
+
+    def _dispatch(self, request: Request[Any], token_ids: bytes) -> Any:
         """The result of a request, or ``Deferred``."""
         session = self._sessions.find(request.token)
         answer = self._admin_handlers.get(type(request))
@@ -191,8 +191,9 @@ class DaemonServer:
             error = ProtocolError(f"there is no session that could ask for {op_of(request)}: connect again")
             self._count_bad("no session", error)
             raise error
-        token_ids = decode_token_ids(frames[1]) if len(frames) > 1 else None
-        return self._session_handlers.handle(session, request, token_ids)
+        return self._session_handlers.handle(
+            session, request, decode_token_ids(token_ids) if request.has_token_ids else None
+        )
 
     def _shut_down(self, request: ShutdownRequest) -> None:
         logger.info("asked to shut down")
@@ -206,21 +207,20 @@ class DaemonServer:
             return
         self._reply(caller, result)
 
-    def _reply(self, caller: _Caller, result: Any) -> None:
+    def _reply(self, caller: _Caller, result: Any, filenos: Sequence[int] = ()) -> None:
         try:
-            frame = encode(Reply(id=caller.request_id, result=result))
-        except (TypeError, ValueError) as error:
-            # A manifest has a value that cannot be written as JSON.
+            message = pack(encode(Reply(id=caller.request_id, result=result)))
+        except (TypeError, ValueError, ProtocolError) as error:
+            # A manifest has a value that cannot be written as JSON, or there is more than anybody reads.
             self._refuse(caller, error)
             return
-        self._send(caller, frame, is_right=True)
+        self._send(caller, message, filenos, is_right=True)
 
     def _refuse(self, caller: _Caller, error: Exception) -> None:
-        self._send(caller, encode(self._error_reply(caller, error)), is_right=False)
+        self._send(caller, pack(encode(self._error_reply(caller, error))), is_right=False)
 
-    def _send(self, caller: _Caller, frame: bytes, *, is_right: bool) -> None:
-        # This never waits: a ROUTER drops replies that a peer does not take, or whose peer is gone.
-        self._control.send_multipart((caller.identity, frame), zmq.NOBLOCK)
+    def _send(self, caller: _Caller, message: bytes, filenos: Sequence[int] = (), *, is_right: bool) -> None:
+        self._connections.send(caller.connection, message, filenos)
         if self._observer is not None:
             self._observer(caller.op, time.monotonic() - caller.start_s, is_right)
 
@@ -241,7 +241,22 @@ class DaemonServer:
             self._logged.add(cause)
             logger.warning("bad message (%s, logged once per cause): %s", cause, str(error)[:200])
 
+    def _note_end(self, connection: Connection) -> None:
+        session = self._sessions.opened_by(connection)
+        if session is not None:
+            self._ending.append(session)
+
+    def _end_sessions(self) -> None:
+        """End sessions whose clients are gone, once all that these had sent before is done."""
+        ending, self._ending = self._ending, []
+        for session in ending:
+            if self._connections.has_more(session.token):
+                self._ending.append(session)
+            else:
+                self._end_session(session)
+
     def _end_session(self, session: Session) -> None:
+        self._sessions.end(session)
         now_s = time.monotonic()
         self._last_session_s = now_s
         self._orphans.extend((now_s + ORPHAN_S, held) for held in session.reservations.granted.values())
