@@ -18,9 +18,9 @@ from krul_backend.tiers.common.interface import Block, block_checksums
 from krul_backend.tiers.common.lower_tier import TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.record import no_checksums
-from krul_backend.tiers.objects import cluster_writer
 from krul_backend.tiers.objects import tier as tier_module
-from krul_backend.tiers.objects.cluster_connection import TimedCalls
+from krul_backend.tiers.objects import writer
+from krul_backend.tiers.objects.connection import TimedCalls
 from krul_backend.tiers.objects.mooncake_client import MooncakeOptions
 from krul_backend.tiers.objects.object_client import ObjectPart, ObjectStoreError
 from krul_backend.tiers.objects.stored_object import (
@@ -118,7 +118,7 @@ def occupy_writers(tier: ObjectTier, cluster: FakeCluster, done: list[str]) -> l
     """Close the gate, and put a segment for each writer to wait there with; their names."""
     cluster.gate.clear()
     num_calls = len(cluster.calls)
-    names = [f"b{i}" for i in range(cluster_writer._NUM_THREADS)]
+    names = [f"b{i}" for i in range(writer._NUM_THREADS)]
     for name in names:
         begin_to_put(tier, name, done)
     wait_until(lambda: len(cluster.calls) == num_calls + len(names))
@@ -788,7 +788,7 @@ def test_segments_are_written_at_once_and_announced_in_order(
         blocks = blocks_of(manifest, seed=page)
         assert tier.put(manifest, blocks, block_checksums(blocks), lambda page=page: done.append(page))  # type: ignore[misc]
     # Those of the other writers, beside that of the first segment.
-    wait_until(lambda: len(cluster.metadata_names()) == cluster_writer._NUM_THREADS)
+    wait_until(lambda: len(cluster.metadata_names()) == writer._NUM_THREADS)
     time.sleep(0.02)
     assert (len(cluster.names("/f/c/")), done) == (0, [])
     assert match(other, page_keys("c", 1, 2)) == ()

@@ -1,4 +1,4 @@
-"""Finds the segments of a prefix: those that this daemon knows of, and others by asking the cluster."""
+"""Finds the segments of a prefix: those that this daemon knows of, and others by asking the object store."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from krul_backend.tiers.objects.stored_object import (
 )
 
 KNOWN_FOR_S = 1.0
-"""How long an answer of the cluster is used: that a segment is there, or that none begins with a page."""
+"""Seconds for which an answer counts: that a segment is stored, or that none begins with a page."""
 
 _MAX_ABSENT = 65536
 
 
 class KnownSegments:
-    """Remembers segments that were seen in the cluster, and pages with which none begins. Thread-safe.
+    """Remembers segments that were seen in the object store, and pages with which none begins. Thread-safe.
 
     A known segment may have been evicted since; see ``StoredObject.confirmed_at_s``. Segments of at most
     ``max_tokens`` tokens are remembered; the least recently matched ones are forgotten first.
@@ -51,7 +51,7 @@ class KnownSegments:
 
     @property
     def num_clears(self) -> int:
-        """The number of clears so far, to be read before the cluster is asked; see ``add``."""
+        """The number of clears so far, to be read before the object store is asked; see ``add``."""
         with self._lock:
             return self._num_clears
 
@@ -145,7 +145,7 @@ class KnownSegments:
 
 
 class Lookup:
-    """Finds segments in the cluster, and remembers them as known segments. Thread-safe.
+    """Finds segments in the object store, and remembers them as known segments. Thread-safe.
 
     Args:
         on_damage: called for each object whose content does not belong to its name.
@@ -162,7 +162,7 @@ class Lookup:
     def known_runs(
         self, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
     ) -> tuple[tuple[PageRun[StoredObject], ...], bool]:
-        """The known, recently confirmed runs of a prefix, and whether the cluster could not tell more."""
+        """The known, recently confirmed runs of a prefix, and whether the store could not tell more."""
         epoch = self._epochs.known(model.fingerprint)
         if epoch is None or epoch.prefix is None:
             return (), epoch is not None
@@ -178,10 +178,10 @@ class Lookup:
     def ask(
         self, store: ObjectClient, model: ModelIdentity, page_keys: tuple[str, ...], token_ids: TokenIds
     ) -> None:
-        """Ask the cluster for a prefix; afterwards ``known_runs`` returns what it has.
+        """Ask the object store for a prefix; afterwards ``known_runs`` returns what it has.
 
         Raises:
-            ObjectStoreError: the cluster does not answer.
+            ObjectStoreError: the object store does not answer.
         """
         num_clears = self._known.num_clears
         prefix = self._epochs.prefix(store, model.fingerprint)
@@ -202,7 +202,7 @@ class Lookup:
                 return
 
     def find_copy(self, store: ObjectClient, prefix: str, manifest: SegmentManifest) -> bool:
-        """Whether the cluster holds all pages of a segment in one that begins like it; remembers that one."""
+        """Return whether one stored segment has all pages of this one, and remember what was found."""
         num_clears = self._known.num_clears
         return self._learn(
             store, prefix, manifest.model, manifest.page_keys, manifest.token_ids, num_clears

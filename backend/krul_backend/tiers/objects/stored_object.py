@@ -56,7 +56,7 @@ class Epochs:
         self._num_clears = 0
 
     def known(self, fingerprint: str) -> KnownPrefix | None:
-        """The prefix if it was read at most ``EPOCH_AGE_S`` ago, else None. Does not ask the cluster."""
+        """The prefix if it was read at most ``EPOCH_AGE_S`` ago, else None. Does not ask the object store."""
         with self._lock:
             known = self._known.get(fingerprint)
             if known is None or self._pending or self._clock() - known.read_at_s >= EPOCH_AGE_S:
@@ -64,10 +64,10 @@ class Epochs:
             return known
 
     def prefix(self, store: ObjectClient, fingerprint: str, *, may_create: bool = False) -> str | None:
-        """The model's prefix, read from the cluster if not known; None if nothing was ever stored.
+        """The model's prefix, read from the object store if not known; None if nothing was ever stored.
 
         Raises:
-            ObjectStoreError: the cluster does not answer, perhaps to an earlier clear.
+            ObjectStoreError: the object store does not answer, perhaps to an earlier clear.
         """
         self.settle(store)
         known = self.known(fingerprint)
@@ -95,7 +95,7 @@ class Epochs:
         """Replace the epochs of pending clears, and remove cleared objects that nobody is reading.
 
         Raises:
-            ObjectStoreError: the cluster does not answer; the clears stay pending.
+            ObjectStoreError: the object store does not answer; the clears stay pending.
         """
         with self._lock:
             pending = set(self._pending)
@@ -143,7 +143,7 @@ _MAX_BLOCK_BYTES = 1 << 40
 
 @dataclass(eq=False)
 class StoredObject:
-    """A segment that the cluster held when it was last asked, at ``confirmed_at_s`` (the tier's clock).
+    """A segment that the object store held when it was last asked, at ``confirmed_at_s`` (the tier's clock).
 
     ``place`` is the common start of its objects' names.
     """

@@ -24,8 +24,7 @@ from krul_backend.tiers.common.lower_tier import (
 )
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
-from krul_backend.tiers.objects.cluster_connection import UNMEASURED, ClusterConnection, TimedCalls, seen_cost
-from krul_backend.tiers.objects.cluster_writer import ClusterWriter
+from krul_backend.tiers.objects.connection import UNMEASURED, ObjectStoreConnection, TimedCalls, seen_cost
 from krul_backend.tiers.objects.lookup import KnownSegments, Lookup
 from krul_backend.tiers.objects.object_client import (
     ObjectClient,
@@ -34,6 +33,7 @@ from krul_backend.tiers.objects.object_client import (
     ObjectStoreOptions,
 )
 from krul_backend.tiers.objects.stored_object import Epochs, StoredObject
+from krul_backend.tiers.objects.writer import ObjectWriter
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class ObjectTier(LowerTier):
         self._counters = TierCounters()
         self._cost = MeasuredCost(UNMEASURED)
         self._suspension = Suspension(self.name, clock)
-        self._connection = ClusterConnection(
+        self._connection = ObjectStoreConnection(
             options.place, connect or partial(options.connect, arena), self._suspension, self._cost
         )
         try:
@@ -91,7 +91,7 @@ class ObjectTier(LowerTier):
         self.reads = ReadQueue(_NUM_READ_THREADS, f"krul-read-{self.name}")
         # In a thread of their own: a drop of a long conversation must not hold up lookups.
         self._removals = TimedCalls(f"krul-{self.name}-remove", 1)
-        self._writer = ClusterWriter(
+        self._writer = ObjectWriter(
             self._connection,
             self._suspension,
             self._counters,
@@ -127,7 +127,7 @@ class ObjectTier(LowerTier):
         return runs
 
     def release(self, run: PageRun[StoredObject]) -> None:
-        """Does nothing: a hold cannot keep the cluster from evicting."""
+        """Does nothing: a hold cannot keep the object store from evicting."""
 
     def fetch(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         started_s = self._clock()
@@ -174,19 +174,19 @@ class ObjectTier(LowerTier):
         return True
 
     def discard(self, manifest: SegmentManifest) -> None:
-        """As ``LowerTier.discard``: forgotten at once, removed from the cluster in the background."""
+        """Forget such segments at once, and remove them from the object store in the background."""
         self._writer.queue.give_up(lambda item: item.manifest.shares_encoded_pages(manifest))
         known = self._forget_like(manifest)
         # In the background, because it may take long when the master is gone.
         if not self._removals.begin(lambda: self._remove_like(manifest, known)):
-            logger.info("many removals wait: %d tokens stay in the cluster", manifest.num_tokens)
+            logger.info("many removals wait: %d tokens stay in the object store", manifest.num_tokens)
 
     def holder_of(self, model: ModelIdentity, page_key: str) -> SegmentManifest | None:
         with self._known.index() as index:
             return index.manifest_of(model, page_key)
 
     def is_needed(self, model: ModelIdentity, page_key: str) -> bool:
-        """As ``LowerTier.is_needed``, as far as this daemon knows what is in the cluster."""
+        """Answer ``LowerTier.is_needed`` by what this daemon knows of the object store."""
         with self._known.index() as index:
             return index.is_needed(model, page_key)
 
@@ -194,11 +194,11 @@ class ObjectTier(LowerTier):
         return self._cost.current
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything that was put before is in the cluster's memory, or given up."""
+        """Wait until everything that was put before is in the object store's memory, or given up."""
         return self._writer.queue.flush(timeout_s)
 
     def clear(self, model: ModelIdentity | None = None) -> None:
-        """As ``LowerTier.clear``. If the cluster does not answer, only this daemon has forgotten the model.
+        """Forget a model, or all of them: in this daemon alone while the store does not answer.
 
         It then repeats the clear before it uses anything of the model again.
         """
@@ -210,7 +210,7 @@ class ObjectTier(LowerTier):
             self._suspension.failed("slow to clear", f"more than {_CLEAR_TIMEOUT_S:g} s")
 
     def list_segments(self) -> list[SegmentInfo]:
-        """The segments of the cluster that this daemon knows."""
+        """The segments of the object store that this daemon knows."""
         return [
             SegmentInfo.of(
                 segment.segment_id,
@@ -222,7 +222,7 @@ class ObjectTier(LowerTier):
         ]
 
     def verify(self) -> DamageReport:
-        """Read all segments that this daemon knows; stops when the cluster does not answer."""
+        """Read all segments that this daemon knows; stops when the object store does not answer."""
         num_blocks = num_bytes = 0
         bad_segments: list[int] = []
         for segment in self._known.segments():
@@ -330,7 +330,7 @@ class ObjectTier(LowerTier):
         ]
 
     def _remove_like(self, manifest: SegmentManifest, known: list[StoredObject]) -> None:
-        """Remove the known segments from the cluster, and others of these pages that only it knows."""
+        """Remove the known segments from the object store, and others of these pages that only it knows."""
         for segment in known:
             self._remove(segment)
         self._ask(manifest.model, manifest.page_keys, manifest.token_ids)

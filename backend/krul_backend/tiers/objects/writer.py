@@ -1,4 +1,4 @@
-"""Writes committed segments to the cluster."""
+"""Writes committed segments to the object store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from krul_backend.errors import ManifestError
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
-from krul_backend.tiers.objects.cluster_connection import ClusterConnection
+from krul_backend.tiers.objects.connection import ObjectStoreConnection
 from krul_backend.tiers.objects.lookup import KnownSegments, Lookup
 from krul_backend.tiers.objects.object_client import ObjectClient, ObjectStoreError, StoreFullError
 from krul_backend.tiers.objects.stored_object import Epochs, StoredObject, encode_object
@@ -21,7 +21,7 @@ _CLOSE_TIMEOUT_S = 5.0
 _NUM_THREADS = 2
 
 
-class ClusterWriter:
+class ObjectWriter:
     """Writes queued segments in a few threads of its own. Thread-safe.
 
     The blocks of a segment are written first, then its metadata, then the pointer by which it is found. The
@@ -32,7 +32,7 @@ class ClusterWriter:
 
     def __init__(
         self,
-        connection: ClusterConnection,
+        connection: ObjectStoreConnection,
         suspension: Suspension,
         counters: TierCounters,
         epochs: Epochs,

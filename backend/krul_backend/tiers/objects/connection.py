@@ -27,8 +27,8 @@ UNMEASURED = TierCost(latency_s=5e-3, byte_s=1e-8)
 """The cost of a slow network."""
 
 
-class ClusterConnection:
-    """Connects to the cluster when it is first needed, and measures its speed then. Thread-safe.
+class ObjectStoreConnection:
+    """Connects to the object store when it is first needed, and measures its speed then. Thread-safe.
 
     Once connected the client reconnects by itself; until then each call of ``store`` tries again.
     """
@@ -48,7 +48,7 @@ class ClusterConnection:
         """The connected store. May take long the first time.
 
         Raises:
-            ObjectStoreError: suspended, closed, or the cluster cannot be joined.
+            ObjectStoreError: suspended, closed, or the object store cannot be joined.
         """
         if self._suspension.is_active:
             raise ObjectStoreError(f"the tier in the {self._place} is suspended")
@@ -65,7 +65,7 @@ class ClusterConnection:
             return self._store
 
     def close(self) -> None:
-        """Leave the cluster. Gives up after some seconds: a client whose master is gone can take long."""
+        """Leave the object store. Gives up after some seconds: a client without its master can take long."""
         thread = threading.Thread(target=self._leave, name="krul-objects-close", daemon=True)
         thread.start()
         thread.join(_CLOSE_TIMEOUT_S)
@@ -83,8 +83,8 @@ class ClusterConnection:
 def seen_cost(cost: TierCost, sizes: Sequence[int], took_s: float) -> TierCost:
     """The cost that a read of blocks shows: large ones tell the rate, small ones the latency of each.
 
-    The probe of ``ClusterConnection`` may lie in this host's own part of the cluster, and then reads faster
-    than blocks on other hosts do. These reads move the cost to what is true for them.
+    The probe of ``ObjectStoreConnection`` may lie in this host's own part of the object store, and
+    then reads faster than blocks on other hosts do. These reads move the cost to what is true for them.
     """
     num_bytes, num_blocks = sum(sizes), len(sizes)
     if num_bytes >= _LEAST_RATE_NUM_BYTES * num_blocks:
