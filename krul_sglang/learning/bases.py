@@ -22,11 +22,9 @@ from krul_sglang.learning.reader import History, ReadText, TextReader
 
 logger = logging.getLogger(__name__)
 
-LAYERS_OF_GROUP = 5
-
-_MOST_CHANNELS = 5120
-"""Channels of a group: keys and values of its layers, on one rank. Memory grows with their square, so wide
-layers are in smaller groups."""
+_FEW_LAYERS, _MOST_CHANNELS = 5, 5120
+"""A group of a model with few layers has so many of them, and any group at most so many channels, those of
+its keys and values on one rank: memory grows with their square."""
 
 _SUMS_BYTES, _FIT_BYTES, _BASES_BYTES, _WORK_BYTES = 16, 8, 8, 64
 """For each square of a group's channels: two fp64 matrices of sums, two fp32 ones of the fit, two of bases
@@ -52,14 +50,14 @@ class LearningPlan:
 
     ``text_tokens``: the length of the pieces that texts are cut into. ``read_tokens``: of each such piece the
     KV of these is learned from, and of a shorter one the same share; the others are predicted.
-    ``layers_of_group``: consecutive layers that share a basis; fewer do if they are wide. ``measured_share``
-    of the pieces are not learned from: by them the damage that is expected is compared with the truth, at a
-    limit of ``measured_damage`` nats.
+    ``layers_of_group``: the most layers that share a basis; fewer of wide or few ones. If more than five do,
+    a third of them is in the first group, which a forward waits for. By ``measured_share`` of the pieces, not
+    learned from, the damage expected is compared with the truth, at a limit of ``measured_damage`` nats.
     """
 
     text_tokens: int = 1024
     read_tokens: int = 768
-    layers_of_group: int = LAYERS_OF_GROUP
+    layers_of_group: int = 10
     measured_share: float = 0.2
     measured_damage: float = 0.01
 
@@ -69,8 +67,13 @@ class LearningPlan:
 
     def group_ends(self, num_layers: int, layer_channels: int) -> list[int]:
         """The last layer of each group, plus one, where keys and values of a layer have so many channels."""
-        each = max(1, min(self.layers_of_group, _MOST_CHANNELS // layer_channels))
-        return [*range(each, num_layers, each), num_layers]
+        each = self.most_layers(num_layers, layer_channels)
+        return [*range(each if each <= _FEW_LAYERS else each // 3, num_layers, each), num_layers]
+
+    def most_layers(self, num_layers: int, layer_channels: int) -> int:
+        """The layers of the largest group: five, or a third of all if these are more, fewer of wide ones."""
+        wanted = min(self.layers_of_group, max(_FEW_LAYERS, num_layers // 3))
+        return max(1, min(wanted, _MOST_CHANNELS // layer_channels))
 
 
 def learn_bases(

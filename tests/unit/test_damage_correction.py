@@ -92,7 +92,7 @@ def test_texts_are_told_apart_by_how_many_of_their_last_tokens_differ() -> None:
 
 def test_varied_texts_may_be_expected_to_lose_less_than_their_budget() -> None:
     """What they lose differs most, and the budget is for nearly every conversation, not for their mean."""
-    assert [budget_share(text()) for text in KINDS] == [0.8, 1.0, 1.0]
+    assert [budget_share(text()) for text in KINDS] == [0.75, 1.0, 1.0]
 
 
 def test_records_of_equal_form_are_repetitive_also_where_numbers_change() -> None:

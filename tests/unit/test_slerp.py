@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from krul_backend.codec.pairs.shared_pair import angular_distance, slerp, unit_directions
@@ -29,6 +29,8 @@ def test_slerp_equals_the_formula_in_float64(head_dim: int, t: float, mix: float
     y = mix * x + torch.randn(head_dim, dtype=torch.float64, generator=generator)
     merged = slerp(unit_directions(x)[0], unit_directions(y)[0], t)
     torch.testing.assert_close(merged, formula(x, y, t), rtol=0, atol=1e-7)
+    # Of vectors that are nearly opposite, fp32 does not say in which plane the angle is.
+    assume(torch.cosine_similarity(x, y, dim=0) > -0.9998)
     in_fp32 = slerp(unit_directions(x.float())[0], unit_directions(y.float())[0], t)
     # arccos loses half the digits near 0 and pi.
     torch.testing.assert_close(in_fp32.double(), formula(x, y, t), rtol=0, atol=1e-3)

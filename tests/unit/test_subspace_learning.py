@@ -140,13 +140,14 @@ def test_a_direction_that_costs_nothing_is_left_out() -> None:
     assert 0 < kept < 0.6
 
 
-def correlated_texts(noise: float = 0.1) -> list[LearningText]:
-    """Texts whose metric is far from the identity. With this noise every coefficient costs something."""
+def correlated_texts(noise: float = 0.1, size: float = 1.0) -> list[LearningText]:
+    """Texts whose metric is far from the identity, with gradients of this ``size``. With this noise every
+    coefficient costs something."""
     texts = []
     for seed in range(2):
         generator = torch.Generator().manual_seed(200)
         mixed = [
-            gradients @ torch.randn(dim, dim, generator=generator)
+            size * gradients @ torch.randn(dim, dim, generator=generator)
             for gradients, dim in zip(white_gradients(seed), DIMS, strict=True)
         ]
         texts.append(text(seed, mixed, noise))
@@ -208,7 +209,7 @@ def test_expected_damage_is_half_of_the_quadratic_form_of_the_error(seed: int, s
 @pytest.mark.parametrize("size", [0.01, 1.0])
 def test_a_direction_that_the_text_did_not_have_costs_what_the_metric_says(size: float) -> None:
     """The bases keep four directions. Another one, along which errors matter, has no coefficient."""
-    texts = correlated_texts(noise=1e-5)
+    texts = correlated_texts(noise=1e-5, size=0.3)
     bases = fitted(texts)
     for group, (basis, dim) in enumerate(zip(bases.groups, DIMS, strict=True)):
         assert basis.rank == 4

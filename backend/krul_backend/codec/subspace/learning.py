@@ -25,7 +25,7 @@ DIAGONAL_SHARE = 0.1
 """The share of the metric that is replaced by its diagonal. Without it, errors in directions that no gradient
 has pointed to would cost nothing."""
 
-LOST_NATS = 5e-5
+LOST_NATS = 1e-5
 """Coefficients are left out of the bases as long as that is expected to cost no more than this many nats per
 predicted token, in a text as long as those that the bases were learned from."""
 
