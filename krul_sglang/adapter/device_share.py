@@ -67,7 +67,7 @@ class DeviceShare:
         from krul_backend.codec.unit_restore import MAX_KEPT_BYTES
         from krul_sglang.engine.restore import MAX_STAGED_BYTES
         from krul_sglang.engine.save import MAX_LAYER_BYTES
-        from krul_sglang.learning.bases import LAYERS_OF_GROUP, most_bases_bytes
+        from krul_sglang.learning.bases import LearningPlan, most_bases_bytes
 
         if device.shares_cores:
             return cls()
@@ -82,9 +82,10 @@ class DeviceShare:
         statistics = 2 * DEVICE_BLOCK_BYTES + context_tokens * shape.k_token_bytes + _SMALL_BYTES
         if config.strategy != SUBSPACE:
             return cls(query_rows, 0, statistics, loading, storing, heads)
-        group = LAYERS_OF_GROUP * MAX_LAYER_BYTES
+        layers = LearningPlan().most_layers(num_layers, vector_size(shape))
+        group = layers * MAX_LAYER_BYTES
         # All tokens of a group as the pool holds them, and 1,024 of them in fp32.
-        loading += group + 4096 * LAYERS_OF_GROUP * vector_size(shape)
+        loading += group + 4096 * layers * vector_size(shape)
         # Or as vectors in fp32 and in bf16 with their blocks, and coefficients that the host waits for.
         storing = heads + group + MOST_VECTOR_BYTES * 5 // 2 + MOST_AWAITED_BYTES
         bases = int(_HELD_BASES * most_bases_bytes(shape, num_layers))

@@ -247,7 +247,8 @@ def read_rotary_table(model: Any) -> RotaryTable | None:
         if name.rpartition(".")[2] == "rotary_emb"
     }
     if len(modules) != 1:
-        logger.warning("krul: keys keep their rotary embedding: the model has %d of them", len(modules))
+        if modules:
+            logger.warning("krul: keys keep their rotary embedding: the model has %d of them", len(modules))
         return None
     module = next(iter(modules.values()))
     table = None
@@ -265,10 +266,9 @@ def read_rotary_table(model: Any) -> RotaryTable | None:
 def _undoes(table: RotaryTable, module: Any) -> bool:
     """Whether the table undoes what the module does, up to float32 rounding."""
     num_positions = min(_ROTARY_POSITIONS, table.cos.shape[0])
-    device = table.cos.device
-    positions = torch.linspace(0, table.cos.shape[0] - 1, num_positions, device=device).long()
+    positions = torch.linspace(0, len(table.cos) - 1, num_positions, device=table.cos.device).long()
     generator = torch.Generator().manual_seed(0)
-    key = torch.randn(num_positions, 1, module.head_size, generator=generator).to(device)
+    key = torch.randn(num_positions, 1, module.head_size, generator=generator).to(positions.device)
     _, rotated = module.forward_native(positions, key, key)
     restored = table.unrotate(rotated.view_as(key), positions)
     return bool((restored - key).abs().max() < _ROTARY_TOLERANCE)

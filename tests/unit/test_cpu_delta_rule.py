@@ -22,8 +22,8 @@ from krul_sglang.adapter.platforms import cpu_delta_rule
 from krul_sglang.adapter.platforms.cpu_convolution import PAD_SLOT, convolve_next, convolve_prompts
 
 HIDDEN, KEY_HEADS, HEADS, K, V, SLOTS = 16, 2, 4, 8, 6, 6
-LENGTHS = (150, 3)
-"""Of two requests: one has several chunks."""
+LENGTHS, CUTS = (150, 3), (0, 1, 64, 100, 147)
+"""Of two requests, of which one has several chunks; and after how many tokens that one is cut."""
 
 
 @pytest.fixture
@@ -233,14 +233,12 @@ class KimiRig(Rig):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make_rig", [Rig, KimiRig])
-@pytest.mark.parametrize("cut", [0, 1, 64, 100, 147])
-def test_prompts_that_are_cut_and_decoded_equal_transformers(
-    config: Any, make_rig: type[Rig], cut: int
-) -> None:
-    """Two requests and a row of padding. After ``cut`` of its tokens the first request is a new batch, whose
-    state is what the first batch left; the last two tokens of both are decoded."""
-    rig = make_rig(config)
+def check_cut_and_decoded(rig: Any, cut: int) -> None:
+    """Compare what a rig computes with its layer: of two requests and a row of padding.
+
+    After ``cut`` of its tokens the first request is a new batch, whose state is what the first batch left.
+    The last two tokens of both are decoded.
+    """
     generator = torch.Generator().manual_seed(1)
     hidden = [torch.randn(length, HIDDEN, generator=generator) for length in LENGTHS]
     untouched = [states[[0, 1, 3, 5]].clone() for states in (rig.conv, rig.recurrent)]
@@ -257,6 +255,14 @@ def test_prompts_that_are_cut_and_decoded_equal_transformers(
         torch.testing.assert_close(torch.cat(found), expected.view(len(of_request), -1), rtol=1e-4, atol=1e-5)
     for states, before in zip((rig.conv, rig.recurrent), untouched, strict=True):
         assert torch.equal(states[[0, 1, 3, 5]], before)
+
+
+@pytest.mark.parametrize("make_rig", [Rig, KimiRig])
+@pytest.mark.parametrize("cut", CUTS)
+def test_prompts_that_are_cut_and_decoded_equal_transformers(
+    config: Any, make_rig: type[Rig], cut: int
+) -> None:
+    check_cut_and_decoded(make_rig(config), cut)
 
 
 @torch.no_grad()

@@ -10,13 +10,12 @@ from transformers import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 from krul_sglang.adapter.platforms import cpu_mamba2
-from krul_sglang.adapter.platforms.cpu_convolution import PAD_SLOT, convolve_next, convolve_prompts
+from krul_sglang.adapter.platforms.cpu_convolution import convolve_next, convolve_prompts
+from tests.unit.test_cpu_delta_rule import CUTS, HIDDEN, SLOTS, check_cut_and_decoded
 
-HIDDEN, HEADS, GROUPS, P, N, SLOTS, CHUNK = 16, 4, 2, 6, 8, 6, 64
+HEADS, GROUPS, P, N, CHUNK = 4, 2, 6, 8, 64
 WIDTHS = (HEADS * P, GROUPS * N, GROUPS * N)
 """Of a token's x, B and C."""
-LENGTHS = (150, 3)
-"""Of two requests: one has several chunks."""
 
 
 @pytest.fixture
@@ -117,28 +116,9 @@ def _inputs(mixed: torch.Tensor, dt: torch.Tensor, rates: torch.Tensor) -> tuple
     return x.unflatten(1, (HEADS, P))[None], dt[None], rates, b, c
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("cut", [0, 1, 64, 100, 147])
+@pytest.mark.parametrize("cut", CUTS)
 def test_prompts_that_are_cut_and_decoded_equal_transformers(layer: Any, cut: int) -> None:
-    """Two requests and a row of padding. After ``cut`` of its tokens the first request is a new batch, whose
-    state is what the first batch left; the last two tokens of both are decoded."""
-    rig = Rig(layer)
-    generator = torch.Generator().manual_seed(1)
-    hidden = [torch.randn(length, HIDDEN, generator=generator) for length in LENGTHS]
-    untouched = [states[[0, 1, 3, 5]].clone() for states in (rig.conv, rig.recurrent)]
-    first = [hidden[0][:cut]] if cut else []
-    together = rig.extend([*first, hidden[1][:1]], [2, 4][-len(first) - 1 :], [False] * (len(first) + 1))
-    of_first = [together[:cut], rig.extend([hidden[0][cut:148]], [2], [cut > 0])]
-    of_second = [together[cut:]]
-    for step in range(2):
-        rows = torch.stack([hidden[0][148 + step], torch.zeros(HIDDEN), hidden[1][1 + step]])
-        output = rig.decode(rows, [2, PAD_SLOT, 4])
-        of_first.append(output[:1])
-        of_second.append(output[2:])
-    for found, of_request in zip((of_first, of_second), hidden, strict=True):
-        torch.testing.assert_close(torch.cat(found), layer(of_request[None])[0], rtol=1e-4, atol=1e-5)
-    for states, before in zip((rig.conv, rig.recurrent), untouched, strict=True):
-        assert torch.equal(states[[0, 1, 3, 5]], before)
+    check_cut_and_decoded(Rig(layer), cut)
 
 
 @torch.no_grad()

@@ -416,17 +416,14 @@ class Channels:
     def __init__(self) -> None:
         self.hellos: list[str] = []
 
-    def head(self) -> dict[str, Any]:
-        return {"token": "t", "id": 1}
-
     def ask(self, request: Any, timeout_s: float) -> None:
         self.hellos.append(request.fingerprint)
 
 
 def test_a_client_introduces_a_model_again_that_the_daemon_may_have_forgotten() -> None:
-    session: Any = SimpleNamespace(control_endpoint="inproc://nobody", token="t", is_alive=True)
-    connection, channels = DaemonConnection(session, None), Channels()  # type: ignore[arg-type]
-    connection._channels = channels  # type: ignore[assignment]
+    channels = Channels()
+    session: Any = SimpleNamespace(channels=channels)
+    connection = DaemonConnection(session)
     model = ServedModel(MODEL)
     connection.say_hello(MODEL, 1.0)
     connection.say_hello(MODEL, 1.0)

@@ -110,8 +110,8 @@ def scan_prompts(
         state = x.new_zeros(*x.shape[2:], B.shape[-1], dtype=torch.float32)
         if initial_states is not None:
             state = initial_states[number].float()
-        cuts = sorted({cut for cut in (*chunks, *tracked) if start < cut < end})
-        for first, last in pairwise((start, *cuts, end)):
+        cuts = {start, end} | {cut for cut in (*chunks, *tracked) if start < cut < end}
+        for first, last in pairwise(sorted(cuts)):
             before[first] = state
             part = (each[:, first:last] for each in inputs)
             y, state = scan(state, *part, rate=A, skip=D, dt_bias=dt_bias)
