@@ -127,7 +127,7 @@ TABLES: dict[str, tuple[Callable[[Result, Path], str], *tuple[str, ...]]] = {
     "multiturn-hints": (_MULTITURN, "multiturn-hints-cpu.json"),
     "quality": (
         quality.quality_table,
-        *(f"quality-{suite}-cpu.json" for suite in ("agent", "agent-2048", "texts", "recall", "bundled")),
+        *(f"quality-{of}-cpu.json" for of in ("agent", "agent-2048", "texts", "recall", "late", "bundled")),
     ),
     "codec": (codec.codec_table, "codec-cpu.json"),
     "launches": (launches.launches_table, "launches.json"),

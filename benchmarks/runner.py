@@ -18,7 +18,7 @@ from krul_sglang.json_file import quantiles, write_result
 
 Result = Mapping[str, Any]
 
-PACKAGES = ("torch", "transformers", "sglang", "numpy", "numba", "pyzmq", "msgspec", "xxhash")
+PACKAGES = ("torch", "transformers", "sglang", "numpy", "numba", "msgspec", "xxhash")
 """Their versions are in every result."""
 
 _SHARED: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.scale --json FILE``: an SSD tier of millions of segments, and its use of its cap."""
+"""``python -m benchmarks.scale --json FILE``: an SSD tier of millions of segments, and eight busy ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,6 +24,8 @@ from benchmarks.tables import Columns, cell, source, table_of
 from benchmarks.tiers.configuration import KIB, MIB, TiersBenchmarkError
 from benchmarks.tiers.disk import evict
 from benchmarks.tiers.segments import make_manifest, make_model, page_keys, token_ids
+from krul_backend.daemon.client.daemon_store import DaemonStore
+from krul_backend.daemon.client.launcher import EmbeddedDaemon
 from krul_backend.tiers.common.eviction import UNKNOWN_PAUSE_S
 from krul_backend.tiers.common.interface import block_checksums
 from krul_backend.tiers.common.page_filter import digest_of
@@ -54,6 +57,14 @@ _NUM_FILES = 32
 _SAMPLED = 1000
 """One in so many has a header on the disk."""
 _NUM_LOOKUPS = 2000
+
+_NUM_RANKS = 8
+_REQUESTS_PER_S = 200
+_REQUESTS_S = 5.0
+_PREFIX_PAGES = 64
+_SMALL_BLOCK_BYTES = 1024
+"""With 32 layers, of what is stored for a request: the arena is full after three seconds."""
+_ARENA_BYTES = 128 * MIB
 
 
 def space_rows(folder: Path, capacity_bytes: int, seed: int) -> list[dict[str, Any]]:
@@ -208,6 +219,68 @@ def _open_and_look_up(folder: Path, capacity_bytes: int, num_segments: int) -> t
     return ready_s, per_s, memory_bytes
 
 
+def request_rows() -> list[dict[str, Any]]:
+    """Ranks that each look up and release a stored prefix, and store a new page, so often a second."""
+    context = get_context("spawn")
+    barrier, reached = context.Barrier(_NUM_RANKS + 1), context.SimpleQueue()
+    with closing(EmbeddedDaemon(["--host-memory", str(_ARENA_BYTES)])) as daemon:
+        of_each = [(rank, daemon.runtime_dir, barrier, reached) for rank in range(_NUM_RANKS)]
+        ranks = [context.Process(target=_play_or_abort, args=arguments) for arguments in of_each]
+        for rank in ranks:
+            rank.start()
+        times = psutil.Process(daemon.pid).cpu_times
+        barrier.wait(_TIMEOUT_S)
+        before, started_s = times(), time.monotonic()
+        barrier.wait(_TIMEOUT_S)
+        after, seconds = times(), time.monotonic() - started_s
+        num_requests = sum(reached.get() for _ in ranks)
+        for rank in ranks:
+            rank.join()
+    cores = (after.user + after.system - before.user - before.system) / seconds
+    asked = f"{_NUM_RANKS} ranks x {_REQUESTS_PER_S} requests/s"
+    return [
+        _at_most(f"cores of the daemon for {asked}", cores, 0.5),
+        _at_least("requests per second reached", num_requests / seconds, 0.95 * _NUM_RANKS * _REQUESTS_PER_S),
+    ]
+
+
+def _play_or_abort(rank: int, runtime_dir: Path, barrier: Any, reached: Any) -> None:
+    try:
+        _play_rank(rank, runtime_dir, barrier, reached)
+    except BaseException:
+        barrier.abort()
+        raise
+
+
+def _play_rank(rank: int, runtime_dir: Path, barrier: Any, reached: Any) -> None:
+    """One rank, in a process of its own; between two meetings at the barrier it plays requests."""
+    model = replace(make_model(_NUM_LAYERS), tp_rank=rank, tp_size=_NUM_RANKS)
+    sizes = (_SMALL_BLOCK_BYTES,) * _NUM_LAYERS
+    with closing(DaemonStore(runtime_dir, model=model, request_timeout_s=_TIMEOUT_S)) as store:
+
+        def put(conversation: int, num_pages: int) -> None:
+            manifest = make_manifest(model, conversation, 0, num_pages, sizes)
+            reservation = store.reserve(sizes)
+            if reservation is None:
+                raise TiersBenchmarkError("the arena had no room for a segment")
+            store.commit(reservation, manifest, no_checksums(manifest))
+
+        put(0, _PREFIX_PAGES)
+        barrier.wait(_TIMEOUT_S)
+        started_s, number = time.monotonic(), 0
+        while (now_s := time.monotonic() - started_s) < _REQUESTS_S:
+            if now_s < number / _REQUESTS_PER_S:
+                time.sleep(number / _REQUESTS_PER_S - now_s)
+            lease = store.lease(model, page_keys(0, 0, _PREFIX_PAGES), token_ids(0, _PREFIX_PAGES))
+            if lease is None or lease.num_pages != _PREFIX_PAGES:
+                raise TiersBenchmarkError("a prefix that is always in use was evicted")
+            store.release(lease)
+            number += 1
+            put(number, 1)
+        barrier.wait(_TIMEOUT_S)
+        reached.put(number)
+
+
 def _at_most(name: str, value: float, bound: float) -> dict[str, Any]:
     return {"name": name, "value": value, "bound": bound, "met": value <= bound}
 
@@ -223,6 +296,7 @@ def run(folder: Path | None, capacity_bytes: int, num_segments: int, seed: int) 
     with tempfile.TemporaryDirectory(dir=folder) as name:
         rows += index_rows(Path(name), num_segments)
         kind = subprocess.run(["stat", "-f", "-c", "%T", name], capture_output=True, text=True, check=True)
+    rows += request_rows()
     configuration = {
         "capacity_bytes": capacity_bytes,
         "num_segments": num_segments,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
 
@@ -114,6 +114,14 @@ class ChatRecall(Conversation):
     opening: tuple[int, ...]
     questions: tuple[Question, ...]
     source: str = ""
+
+    def then(self, other: Conversation) -> ChatRecall:
+        """The same chat and questions, with the history of another conversation between them."""
+        ends = (*self.turn_ends, *(len(self.history) + end for end in other.turn_ends))
+        num_tokens = self.history_tokens + other.history_tokens
+        return replace(
+            self, history_tokens=num_tokens, history=(*self.history, *other.history), turn_ends=ends
+        )
 
     def answer(
         self, model: HistoryModel, kv: Sequence[LayerKV], visible: VisibleTokens | None = None

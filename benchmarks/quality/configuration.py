@@ -13,7 +13,7 @@ from benchmarks.quality.agent import AGENT_HISTORY_LENGTHS, Part, agent_conversa
 from benchmarks.quality.chat_recall import chat_recall_conversations
 from benchmarks.quality.conversation import BenchmarkError, Conversation
 from benchmarks.quality.methods import Eviction, Method
-from benchmarks.quality.teacher_forced import learning_dialogues, recall_conversations, text_conversations
+from benchmarks.quality.teacher_forced import learning_dialogues, learning_documents, recall_conversations
 from demo.environment import without_cwd
 from krul_sglang.models.find import REFERENCE_MODEL
 from reference_model.tokenizer import USER, USER_ID
@@ -32,7 +32,6 @@ class Suite(StrEnum):
 
     RECALL = "recall"
     AGENT = "agent"
-    TEXT = "text"
 
 
 class Turns(StrEnum):
@@ -47,10 +46,10 @@ class Configuration:
     """``items``: conversations per group and length; None takes the suite's own. ``methods``: shell patterns
     of row names.
 
-    ``variant``: a control made of the model, see ``benchmarks.variants``. ``data``: files of `agent`.
-    ``lengths``: of histories of `agent`. ``part``: its sessions that are scored. ``learn_from``: its domains
-    from which methods may learn; none names all. ``bases``: a file of `krul-sglang learn`; None learns from
-    text that is not scored.
+    ``variant``: a control made of the model, see ``benchmarks.variants``. ``data``: files of agents'
+    sessions, of which those of ``part`` are scored, in histories of ``lengths``; in `recall` they lie between
+    the facts of a chat and its questions. ``learn_from``: its domains from which methods may learn; none
+    names all. ``bases``: a file of `krul-sglang learn`; None learns from text that is not scored.
     """
 
     model: Path = REFERENCE_MODEL
@@ -71,8 +70,8 @@ class Configuration:
     threads: int = 2
 
     def __post_init__(self) -> None:
-        if (self.suite is Suite.AGENT) != (self.data is not None):
-            raise BenchmarkError("--suite agent needs --data DIR, and no other suite takes it")
+        if self.suite is Suite.AGENT and self.data is None:
+            raise BenchmarkError("--suite agent needs --data DIR")
         if min(1 if self.items is None else self.items, self.rows_per_turn, self.threads) < 1:
             raise BenchmarkError("--items, --rows-per-turn and --threads begin at 1")
         if min(self.lengths) < _MIN_LENGTH:
@@ -95,17 +94,19 @@ class Configuration:
         Raises:
             BenchmarkError: data or a tokenizer that the suite cannot use.
         """
-        items = _ITEMS if self.items is None else self.items
-        if self.suite is Suite.TEXT:
-            return text_conversations(tokenizer, items)
-        if self.suite is Suite.RECALL:
-            if is_dialogue_tokenizer(tokenizer):
-                return recall_conversations(tokenizer.backend_tokenizer, items)
-            return chat_recall_conversations(
-                tokenizer, _RECALL_HISTORIES if self.items is None else self.items
-            )
-        assert self.data is not None, "checked above"
-        return agent_conversations(tokenizer, self.data, items, self.lengths, self.part)
+        if self.suite is Suite.AGENT:
+            assert self.data is not None, "checked above"
+            return agent_conversations(tokenizer, self.data, self.items or _ITEMS, self.lengths, self.part)
+        if is_dialogue_tokenizer(tokenizer):
+            if self.data is not None:
+                raise BenchmarkError("--data cannot come into the dialogues of the bundled model")
+            return recall_conversations(tokenizer.backend_tokenizer, self.items or _ITEMS)
+        items = self.items or _RECALL_HISTORIES
+        chats = chat_recall_conversations(tokenizer, items)
+        if self.data is None:
+            return chats
+        sessions = list(agent_conversations(tokenizer, self.data, items, self.lengths, self.part))
+        return (each.then(sessions[i * len(sessions) // items]) for i, each in enumerate(chats))
 
     def learning_conversations(self, tokenizer: Any) -> Iterable[Conversation]:
         """What methods may learn from: nothing of it is scored. Sessions of agents, dialogues like those
@@ -118,7 +119,7 @@ class Configuration:
             return learning_conversations(tokenizer, self.data, self.learn_from or None)
         if self.suite is Suite.RECALL and is_dialogue_tokenizer(tokenizer):
             return learning_dialogues(tokenizer.backend_tokenizer, _LEARNING_DIALOGUES)
-        return text_conversations(tokenizer, _LEARNING_DOCUMENTS, held_out=False)
+        return learning_documents(tokenizer, _LEARNING_DOCUMENTS)
 
     def wants(self, row: str) -> bool:
         """Whether the row of this name is asked for."""

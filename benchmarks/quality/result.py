@@ -210,8 +210,10 @@ def quality_table(result: Result, path: Path | None) -> str:
     configuration, rows = result["configuration"], result["rows"]
     has_recall = "recall" in rows[0]
     lengths = sorted({each["history_tokens"] for each in result["conversations"]})
-    questions = f", {rows[0]['questions']} questions" if has_recall else ""
-    part = f" (part {configuration['part']})" if "part" in configuration else ""
+    part, late = "", ""
+    if configuration.get("data"):
+        part, late = f" (part {configuration['part']})", " after sessions of agents"
+    questions = f", {rows[0]['questions']} questions{late}" if has_recall else ""
     notes = (
         f"{Path(configuration['model']).name}, suite {configuration['suite']}{part}, turns",
         f"{configuration['turns']}:",

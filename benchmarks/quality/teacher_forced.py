@@ -1,4 +1,4 @@
-"""The suites `recall` and `text`: the reference continuation is given, and scored token by token."""
+"""Conversations whose reference continuation is given, and scored token by token."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from reference_model.tokenizer import USER_ID
 
 QUESTION_KINDS: tuple[Kind, ...] = ("single", "two_hop", "overwritten")
 HISTORY_LENGTHS = (256, 512, 1024)
-TEXT_HISTORY_LENGTHS = (512, 1024)
-_TEXT_TURN_TOKENS = 128
-_TEXT_CONTINUATION_TOKENS = 128
+_DOCUMENT_LENGTHS = (512, 1024)
 
 
 @dataclass(frozen=True)
@@ -105,24 +103,19 @@ def dialogue(tokenizer: Tokenizer, kind: Kind, history_tokens: int, seed: str, s
     )
 
 
-def text_conversations(tokenizer: Any, num_items: int, *, held_out: bool = True) -> Iterator[TeacherForced]:
-    """Windows of held-out documents, or of those of the training split, ``num_items`` per length.
+def learning_documents(tokenizer: Any, num_items: int) -> Iterator[TeacherForced]:
+    """Windows of documents of the training split, ``num_items`` per length.
 
     ``tokenizer`` is any Hugging Face model's.
     """
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    corpus = load_corpus()
-    documents = list(corpus.held_out if held_out else corpus.train)
+    documents = list(load_corpus().train)
     random.Random("quality").shuffle(documents)
-    for history_tokens in TEXT_HISTORY_LENGTHS:
-        end = history_tokens + _TEXT_CONTINUATION_TOKENS
-        windows = (
-            (*start, *tokenizer.encode(document, add_special_tokens=False))[:end] for document in documents
-        )
-        long_enough = (ids for ids in windows if len(ids) == end)
+    for length in _DOCUMENT_LENGTHS:
+        windows = ((*start, *tokenizer.encode(each, add_special_tokens=False))[:length] for each in documents)
+        long_enough = (ids for ids in windows if len(ids) == length)
         for _, ids in zip(range(num_items), long_enough, strict=False):
-            turn_ends = range(_TEXT_TURN_TOKENS, history_tokens + 1, _TEXT_TURN_TOKENS)
-            yield continued(ids, group="text", history_tokens=history_tokens, turn_ends=tuple(turn_ends))
+            yield continued(ids, group="text", history_tokens=length, turn_ends=(length,))
 
 
 def continued(

@@ -27,7 +27,7 @@ from benchmarks.quality.chat_recall import ChatRecall, chat_recall_conversations
 from benchmarks.quality.configuration import Configuration, Suite
 from benchmarks.quality.conversation import BenchmarkError, chat_turns
 from benchmarks.quality.model import HistoryModel, token_slice
-from benchmarks.quality.teacher_forced import text_conversations
+from benchmarks.quality.teacher_forced import learning_documents
 from krul_sglang.learning.reader import pooled
 from reference_model.corpus import Corpus
 from tests.support.tiny_model import random_llama
@@ -267,17 +267,25 @@ def test_recall_is_that_of_the_model_on_the_stored_history() -> None:
     assert float(samples["kl"].max()) == 0
 
 
-def test_text_to_learn_from_is_not_the_text_that_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_to_learn_from_is_of_the_training_split(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [" ".join(f"{number}w{place}" for place in range(1200)) for number in range(12)]
     corpus = Corpus(tuple(documents[:8]), tuple(documents[8:]), (), (), "")
     monkeypatch.setattr("benchmarks.quality.teacher_forced.load_corpus", lambda: corpus)
     tokenizer = Words()
-    learn = Configuration(suite=Suite.TEXT).learning_conversations(tokenizer)
-    scored = list(text_conversations(tokenizer, 4))
-    learned = list(learn)
-    assert (len(scored), len(learned)) == (8, 16)
-    tokens = [{token for each in side for token in each.history} for side in (scored, learned)]
-    assert tokens[0] & tokens[1] == {tokenizer.bos_token_id}
+    learned = list(learning_documents(tokenizer, 50))
+    assert sorted(len(each.history) for each in learned) == 8 * [512] + 8 * [1024]
+    words = {token: word for word, token in tokenizer.ids.items()}
+    firsts = {words[each.history[1]] for each in learned}
+    assert firsts == {f"{number}w0" for number in range(8)}
+
+
+def test_questions_may_come_after_another_conversation() -> None:
+    _, chat = recall()
+    other = chat.then(chat)
+    assert other.history == 2 * chat.history
+    assert (other.history_tokens, other.turn_ends[-1]) == (2 * chat.history_tokens, 2 * len(chat.history))
+    assert sorted({*other.turn_ends}) == [*other.turn_ends]
+    assert (other.questions, other.opening) == (chat.questions, chat.opening)
 
 
 def test_what_is_reported_is_opened_by_committed_designs_alone(

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 49_830),
+    "product": (PRODUCT, 50_110),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 16_020),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
@@ -25,12 +25,12 @@ LIMITS = {
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        17_030,
+        17_310,
     ),
     "demo": (("demo",), 1_840),
-    "benchmarks": (("benchmarks",), 10_560),
-    "tests": (("tests",), 66_680),
-    "tests/support": (("tests/support",), 6_460),
+    "benchmarks": (("benchmarks",), 10_630),
+    "tests": (("tests",), 67_040),
+    "tests/support": (("tests/support",), 6_500),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 
