@@ -35,11 +35,11 @@ from benchmarks.tables import Columns, Row, cell, machine, model, ms, source, ta
 from demo.conversations import Conversation
 from demo.player import Player
 from demo.sizing import PoolSizes, load_token_encoder, plan_pools
+from demo.summary import quantiles
 from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.attach import COSTS_FILE
 from krul_sglang.cli.timed_answer import TurnResult
 from krul_sglang.cli.trace import fetch_restores
-from krul_sglang.json_file import quantiles
 from krul_sglang.models.find import find_model
 from krul_sglang.traced_restore import TracedRestore
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from demo import environment
+from demo.summary import quantiles, write_result
 from krul_backend.errors import KrulError
-from krul_sglang.json_file import quantiles, write_result
 
 Result = Mapping[str, Any]
 

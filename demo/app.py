@@ -124,8 +124,8 @@ def demo(
 
     from demo.report import draw_demo, make_reporter, print_result
     from demo.run import DemoConfig, default_dtype, run_demo
+    from demo.summary import write_result
     from krul_backend.strategy import SUBSPACE
-    from krul_sglang.json_file import write_result
 
     config = DemoConfig(
         model_path=model,

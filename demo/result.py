@@ -8,8 +8,8 @@ from typing import Literal
 
 from demo.conversations import Conversation
 from demo.server import StoredAmounts
+from demo.summary import quantiles
 from krul_sglang.cli.timed_answer import TurnResult, format_seconds
-from krul_sglang.json_file import quantiles
 
 ServerName = Literal["device", "recompute", "krul"]
 SERVERS: tuple[ServerName, ...] = ("device", "recompute", "krul")

@@ -17,7 +17,7 @@ from benchmarks.quality.methods import Compression, Eviction, Method
 from benchmarks.quality.protocol import Outcome
 from benchmarks.runner import Result
 from benchmarks.tables import Columns, Row, cell, source, table_of
-from krul_sglang.json_file import quantiles
+from demo.summary import quantiles
 
 POOL_BITS = 16
 """Of one element in the pool."""

@@ -14,8 +14,8 @@ from benchmarks.tiers.timing import percentile
 from demo.conversations import Conversation
 from demo.player import play_order
 from demo.sizing import EncodeMessages
+from demo.summary import quantiles
 from krul_sglang.cli.timed_answer import TurnResult
-from krul_sglang.json_file import quantiles
 
 
 def row(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from demo.summary import quantiles
 from krul_backend import page_lock
 from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.pairs.units import can_fuse
@@ -31,7 +32,6 @@ from krul_backend.strategy.strategy import Precision
 from krul_sglang.cli.doctor import check_machine, to_json
 from krul_sglang.cli.machine import available_bytes, gather
 from krul_sglang.config import KrulConfig
-from krul_sglang.json_file import quantiles
 from tests.gpu.stage import LeftOut, Setting, Stage
 from tests.support.codec_builders import rotary_table
 from tests.support.group_restore_cases import GroupCase, check_group, check_groups, check_wave, encode_drawn

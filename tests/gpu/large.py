@@ -20,10 +20,10 @@ from benchmarks.simulate.timeline import count_steps
 from benchmarks.tables import RESULTS
 from benchmarks.tiers.timing import percentile
 from demo.server import ServerProcess, wait_for_saves
+from demo.summary import quantiles
 from krul_backend.memory import format_bytes
 from krul_sglang.cli.machine import available_bytes
 from krul_sglang.cli.selftest import ProbeAnswer, SelftestConfig, run_selftest
-from krul_sglang.json_file import quantiles
 from krul_sglang.sizing.on_paper import PCIE5, Model, predict
 from krul_sglang.traced_restore import RESTORES, TracedRestore
 from tests.gpu.serving import make_server, server_facts

@@ -12,7 +12,9 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,11 @@ from demo.server import ServerProcess, find_free_port, start_servers, stop_serve
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError
+from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.dram.arena import Arena
 from krul_backend.tiers.objects.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
 from krul_backend.tiers.objects.object_client import ObjectPart, StoreFullError
-from krul_backend.tiers.objects.stored_object import EPOCH_AGE_S, EPOCHS
+from krul_backend.tiers.objects.stored_object import EPOCH_AGE_S, EPOCHS, Epochs
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.crash.conversations import model_of
 from tests.crash.conversing import check, converse
@@ -173,6 +176,17 @@ def two_hosts(master: Master, tmp_path: Path, **options: object) -> Iterator[tup
         yield one, other
 
 
+def client_of(master: Master, arena: Block | None = None, segment_bytes: int = 64 << 20) -> Any:
+    """Use it as a context: the client, which is closed at its end."""
+    options = MooncakeOptions(
+        f"127.0.0.1:{master.rpc_port}",
+        f"http://127.0.0.1:{master.metadata_port}/metadata",
+        segment_bytes=segment_bytes,
+        buffer_bytes=16 << 20,
+    )
+    return closing(MooncakeClient(options, arena))
+
+
 def test_two_hosts_share_segments(master: Master, tmp_path: Path) -> None:
     with two_hosts(master, tmp_path) as (one, other):
         assert other.call("match", "c", 3)[0] == 0
@@ -225,15 +239,8 @@ def test_the_ends_of_blocks_are_read_from_another_host(master: Master, tmp_path:
 
 def test_a_client_reads_the_ends_of_objects_into_its_arena(master: Master) -> None:
     """Right bytes, none beside them; an object that is missing, or shorter, is no error."""
-    options = MooncakeOptions(
-        f"127.0.0.1:{master.rpc_port}",
-        f"http://127.0.0.1:{master.metadata_port}/metadata",
-        segment_bytes=64 << 20,
-        buffer_bytes=16 << 20,
-    )
     arena = Arena(16 << 20).buffer
-    client = MooncakeClient(options, arena)
-    try:
+    with client_of(master, arena) as client:
         for size in (1, 100, 70_000, 3 << 20):
             value = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
             client.put_blocks([f"o{size}"], [value])
@@ -253,25 +260,16 @@ def test_a_client_reads_the_ends_of_objects_into_its_arena(master: Master) -> No
                 assert client.get_into([ObjectPart("no such object", block, 100)]) == [False]
         for num_bytes in (50, 1000):
             assert client.get_into([ObjectPart("o100", arena[:num_bytes], 1000, 1000 - num_bytes)]) == [False]
-    finally:
-        client.close()
 
 
 def test_a_client_moves_many_blocks_in_one_call(master: Master) -> None:
     """Each block counts for itself: one that is missing, or half written, is no error of the others."""
-    options = MooncakeOptions(
-        f"127.0.0.1:{master.rpc_port}",
-        f"http://127.0.0.1:{master.metadata_port}/metadata",
-        segment_bytes=64 << 20,
-        buffer_bytes=16 << 20,
-    )
     size = 10_000
     arena = Arena(16 << 20).buffer
     arena[:] = np.random.default_rng(0).integers(0, 256, arena.nbytes, dtype=np.uint8)
     blocks = [arena[i * size : (i + 1) * size] for i in range(300)]
     keys = [f"b/{i}" for i in range(300)]
-    client = MooncakeClient(options, arena)
-    try:
+    with client_of(master, arena) as client:
         client.put_blocks(keys, blocks)
         # What is there stays as it is.
         client.put_blocks([*keys[:3], "new"], blocks[3:7])
@@ -299,28 +297,33 @@ def test_a_client_moves_many_blocks_in_one_call(master: Master) -> None:
         client.remove(["half", "whole"])
         with pytest.raises(StoreFullError):
             client.put_blocks([f"large/{i}" for i in range(8)], [arena[: 15 << 20]] * 8)
-    finally:
-        client.close()
 
 
 def test_the_epoch_outlives_the_host_that_stored_first(master: Master, tmp_path: Path) -> None:
     """Or all hosts' segments would be lost with that one."""
-    options = MooncakeOptions(
-        f"127.0.0.1:{master.rpc_port}",
-        f"http://127.0.0.1:{master.metadata_port}/metadata",
-        segment_bytes=0,
-        buffer_bytes=16 << 20,
-    )
     with two_hosts(master, tmp_path) as (one, _):
         assert one.call("put", "c", 3, 7)
-        client = MooncakeClient(options, None)
-        try:
+        with client_of(master, segment_bytes=0) as client:
             epoch = client.get(f"{EPOCHS}/all", 16)
             assert epoch is not None
             one.close()
             assert client.get(f"{EPOCHS}/all", 16) == epoch
-        finally:
-            client.close()
+
+
+def test_who_stores_first_or_clears_at_once_agrees_on_the_epoch(master: Master) -> None:
+    """Two threads of one daemon, which share a client, and two daemons."""
+    with client_of(master) as one, client_of(master) as other, ThreadPoolExecutor(2) as threads:
+        for number in range(30):
+            model, epochs = f"{number:064x}", [Epochs(time.monotonic) for _ in range(2)]
+            clients = (one, other if number % 2 else one)
+            prefix = partial(Epochs.prefix, may_create=True)
+            first = set(threads.map(prefix, epochs, clients, [model] * 2))
+            for epoch in epochs:
+                epoch.clear(model)
+            list(threads.map(Epochs.settle, epochs, clients))
+            later = {Epochs(time.monotonic).prefix(client, model) for client in clients}
+            assert len(first) == len(later) == 1
+            assert len((first | later) - {None}) == 2
 
 
 def test_a_replica_outlives_a_host(master: Master, tmp_path: Path) -> None:

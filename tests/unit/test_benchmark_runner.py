@@ -12,8 +12,8 @@ import pytest
 from benchmarks import runner
 from benchmarks.runner import PACKAGES, Result, names, numbers, without_samples
 from benchmarks.tables import RESULTS, Columns, cell, ms, plain_table, quartiles, source, table_of
+from demo.summary import quantiles
 from krul_backend.errors import KrulError
-from krul_sglang.json_file import quantiles
 
 
 def given(folder: Path, *arguments: str) -> argparse.Namespace:

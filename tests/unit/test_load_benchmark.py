@@ -32,8 +32,8 @@ from benchmarks.serving.conversations import cut_conversations
 from benchmarks.serving.rows import theoretical_hit_rate
 from demo.conversations import Conversation, UserTurn
 from demo.sizing import PoolSizes
+from demo.summary import write_summary
 from krul_sglang.cli.timed_answer import Message, TurnResult
-from krul_sglang.json_file import write_summary
 
 
 def configuration(**changes: Any) -> Configuration:

@@ -42,8 +42,8 @@ from benchmarks.tables import RESULTS
 from demo.conversations import Conversation, UserTurn
 from demo.sizing import SizingError
 from demo.sizing import plan_pools as plan_pools_of_conversations
+from demo.summary import write_summary
 from krul_sglang.cli.timed_answer import Message, TurnResult
-from krul_sglang.json_file import write_summary
 
 
 def count_words(messages: list[Message]) -> int:

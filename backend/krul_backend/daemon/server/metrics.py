@@ -134,9 +134,7 @@ def _lookups(stats: StoreStats) -> Iterator[Metric]:
     outcomes = {"useful": stats.prefetch_useful_bytes, "wasted": stats.prefetch_wasted_bytes}
     yield _counter("krul_prefetched_bytes", "Fetched ahead: found later, or evicted.", outcomes, "outcome")
     yield _counter("krul_committed_segments", "Segments stored.", stats.committed_segments)
-    yield _counter(
-        "krul_rejected_reservations", "Segments not stored for want of space.", stats.rejected_reservations
-    )
+    yield _counter("krul_rejected_reservations", "Segments without room.", stats.rejected_reservations)
     yield _counter("krul_hints", "Hints that reached a stored conversation.", stats.hints)
     yield _counter("krul_comeback_pages", "Pages read into DRAM because of hints.", stats.comeback_pages)
     yield _gauge("krul_named_conversations", "Names that hints can use.", stats.named_conversations)
@@ -148,9 +146,7 @@ def _dram(stats: StoreStats) -> Iterator[Metric]:
     yield _gauge("krul_leases", "Leases that pin segments.", stats.num_leases)
     yield _gauge("krul_reservations", "Reservations neither committed nor aborted.", stats.num_reservations)
     yield _gauge("krul_pinned_bytes", "Bytes that pins keep in DRAM.", stats.pinned_bytes)
-    yield _gauge(
-        "krul_fast_copy_bytes", "Bytes of fast copies, which nothing else needs.", stats.fast_copy_bytes
-    )
+    yield _gauge("krul_fast_copy_bytes", "Bytes that fast copies take.", stats.fast_copy_bytes)
     yield _gauge("krul_stored_tokens", "Tokens of the segments in DRAM.", stats.stored_tokens)
     yield _gauge("krul_largest_free_bytes", "Largest free range of the arena.", stats.largest_free_bytes)
     yield _gauge("krul_free_ranges", "Pieces that the arena's free bytes are in.", stats.num_free_ranges)

@@ -85,9 +85,7 @@ class KnownSegments:
         False too if it has no page that another known segment does not have.
         """
         with self._lock:
-            if num_clears != self._num_clears:
-                return False
-            if self._index.add(segment) == 0:
+            if num_clears != self._num_clears or self._index.add(segment) == 0:
                 return False
             self._segments[segment.segment_id] = segment
             self._by_prefix[segment.manifest.model.fingerprint, segment.prefix].add(segment)
@@ -265,10 +263,8 @@ class Lookup:
             manifest, checksums = decoded
             _, num_pages = num_right_pages(manifest, 0, page_keys, 0, token_ids)
             if num_pages > most_pages:
-                most_pages, best = (
-                    num_pages,
-                    StoredObject(prefix, place, manifest, checksums, 0.0, store.joins_blocks),
-                )
+                most_pages = num_pages
+                best = StoredObject(prefix, place, manifest, checksums, 0.0, store.joins_blocks)
             if num_pages == len(page_keys):
                 break
         if best is None:

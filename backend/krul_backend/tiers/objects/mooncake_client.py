@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,6 +27,7 @@ from krul_backend.tiers.objects.object_client import (
 # mooncake-store/include/types.h, ErrorCode.
 _NO_AVAILABLE_HANDLE = -200
 _INVALID_PARAMS = -600
+_ILLEGAL_CLIENT = -601
 _REPLICA_IS_NOT_READY = -703
 _OBJECT_NOT_FOUND = -704
 _OBJECT_ALREADY_EXISTS = -705
@@ -33,6 +36,7 @@ _OBJECT_ALREADY_EXISTS = -705
 _NOT_THERE = (_OBJECT_NOT_FOUND, _REPLICA_IS_NOT_READY)
 
 _PROBE_TIMEOUT_S = 0.5
+_PAUSES_OF_REPLACE_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
 # When a host leaves, its part of the cluster is lost. With fewer hosts, Mooncake makes fewer copies.
 _NUM_PINNED_REPLICAS = 3
 
@@ -172,9 +176,14 @@ class MooncakeClient(ObjectClient):
                 _check(code, f"put {key}")
 
     def replace(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
-        _check(
-            self._store.upsert(key, value, self._pinned if is_pinned else self._replication), f"replace {key}"
-        )
+        replication = self._pinned if is_pinned else self._replication
+        for longest_pause_s in _PAUSES_OF_REPLACE_S:
+            code = self._store.upsert(key, value, replication)
+            if code != _ILLEGAL_CLIENT:
+                break
+            # Of clients that replace an object at once, only the last succeeds.
+            time.sleep(random.uniform(0, longest_pause_s))
+        _check(code, f"replace {key}")
 
     def get(self, key: str, max_num_bytes: int) -> bytes | None:
         num_bytes = self._store.get_size(key)

@@ -103,16 +103,11 @@ class ObjectWriter:
             store = self._connection.store()
             self._write(store, item)
             self._suspension.succeeded()
-        except StoreFullError:
-            # It evicts in the background: there may be room for the next segment.
+        except (ObjectStoreError, ManifestError) as error:
             self._counters.add(failed_writes=1)
-            return False
-        except ObjectStoreError as error:
-            self._counters.add(failed_writes=1)
-            self._suspension.failed("writes fail", error)
-            return False
-        except ManifestError:
-            self._counters.add(failed_writes=1)
+            # A full store evicts in the background: there may be room for the next segment.
+            if isinstance(error, ObjectStoreError) and not isinstance(error, StoreFullError):
+                self._suspension.failed("writes fail", error)
             return False
         return True
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from krul_sglang.json_file import LINE_WIDTH, quantiles, write_result
+from demo.summary import LINE_WIDTH, quantiles, write_result
 
 
 def test_quantiles_are_those_of_all_samples() -> None:
