@@ -28,9 +28,10 @@ from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError
 from krul_backend.tiers.common.interface import Block
 from krul_backend.tiers.dram.arena import Arena
+from krul_backend.tiers.objects.lookup import publish
 from krul_backend.tiers.objects.mooncake_client import MooncakeClient, MooncakeOptions, require_mooncake
 from krul_backend.tiers.objects.object_client import ObjectPart, StoreFullError
-from krul_backend.tiers.objects.stored_object import EPOCH_AGE_S, EPOCHS, Epochs
+from krul_backend.tiers.objects.stored_object import EPOCH_AGE_S, EPOCHS, Epochs, encode_pointer, pointer_key
 from krul_sglang.models.find import REFERENCE_MODEL
 from tests.crash.conversations import model_of
 from tests.crash.conversing import check, converse
@@ -310,8 +311,8 @@ def test_the_epoch_outlives_the_host_that_stored_first(master: Master, tmp_path:
             assert client.get(f"{EPOCHS}/all", 16) == epoch
 
 
-def test_who_stores_first_or_clears_at_once_agrees_on_the_epoch(master: Master) -> None:
-    """Two threads of one daemon, which share a client, and two daemons."""
+def test_what_two_write_at_once_is_neither_lost_nor_refused(master: Master) -> None:
+    """By two threads of one daemon, which share a client, and by two daemons: epochs, clears, pointers."""
     with client_of(master) as one, client_of(master) as other, ThreadPoolExecutor(2) as threads:
         for number in range(30):
             model, epochs = f"{number:064x}", [Epochs(time.monotonic) for _ in range(2)]
@@ -324,6 +325,12 @@ def test_who_stores_first_or_clears_at_once_agrees_on_the_epoch(master: Master) 
             later = {Epochs(time.monotonic).prefix(client, model) for client in clients}
             assert len(first) == len(later) == 1
             assert len((first | later) - {None}) == 2
+            digests = [f"{number:031x}{i}" for i in range(2)]
+            for digest in digests:
+                one.put(f"p/s/{digest}/m", b"metadata")
+            assert all(threads.map(publish, clients, ["p"] * 2, [model] * 2, digests))
+            pointers = {one.get(pointer_key("p", model, n), 256) for n in range(2)}
+            assert pointers == set(map(encode_pointer, digests))
 
 
 def test_a_replica_outlives_a_host(master: Master, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.page_index import PageIndex, PageRun, PrefixMatch, num_right_pages
-from krul_backend.tiers.objects.object_client import ObjectClient
+from krul_backend.tiers.objects.object_client import ObjectClient, get_written
 from krul_backend.tiers.objects.stored_object import (
     MAX_METADATA_BYTES,
     MAX_POINTER_BYTES,
@@ -206,21 +206,6 @@ class Lookup:
             store, prefix, manifest.model, manifest.page_keys, manifest.token_ids, num_clears
         ) >= len(manifest.page_keys)
 
-    def publish(self, store: ObjectClient, prefix: str, first_page_key: str, digest: str) -> bool:
-        """Store a pointer to a written segment; False if too many others begin with this page."""
-        pointer = encode_pointer(digest)
-        for n in range(MAX_POINTERS):
-            key = pointer_key(prefix, first_page_key, n)
-            store.put(key, pointer)
-            found = store.get(key, MAX_POINTER_BYTES)
-            if found == pointer:
-                return True
-            other = decode_pointer(found) if found is not None else None
-            if other is None or not store.have_all([f"{prefix}/s/{other}/m"]):
-                store.replace(key, pointer)
-                return True
-        return False
-
     def _confirm(self, store: ObjectClient, segment: StoredObject) -> bool:
         """Whether a known segment is still there; forgets it if not."""
         if self._known.is_confirmed(segment):
@@ -274,3 +259,19 @@ class Lookup:
             return 0
         self._known.add(best, num_clears)
         return most_pages
+
+
+def publish(store: ObjectClient, prefix: str, first_page_key: str, digest: str) -> bool:
+    """Store a pointer to a written segment; False if too many others begin with this page."""
+    pointer = encode_pointer(digest)
+    for n in range(MAX_POINTERS):
+        key = pointer_key(prefix, first_page_key, n)
+        store.put(key, pointer)
+        found = get_written(store, key, MAX_POINTER_BYTES)
+        if found == pointer:
+            return True
+        other = decode_pointer(found) if found is not None else None
+        if other is None or not store.have_all([f"{prefix}/s/{other}/m"]):
+            store.replace(key, pointer)
+            return True
+    return False

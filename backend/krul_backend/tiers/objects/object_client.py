@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -108,6 +109,14 @@ class ObjectClient(Protocol):
 
     def close(self) -> None:
         """Let go of the store."""
+
+
+def get_written(store: ObjectClient, key: str, max_num_bytes: int) -> bytes | None:
+    """As ``get``, but what somebody is still writing is waited for, a second at most."""
+    ends_at_s = time.monotonic() + 1.0
+    while (value := store.get(key, max_num_bytes)) is None and time.monotonic() < ends_at_s:
+        time.sleep(0.002)
+    return value
 
 
 def without_keys(what: str) -> str:

@@ -10,7 +10,6 @@ import math
 import re
 import secrets
 import threading
-import time
 from dataclasses import dataclass, field
 
 import orjson
@@ -20,7 +19,7 @@ from krul_backend.errors import RecordError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, SegmentManifest
 from krul_backend.tiers.common.interface import Block, Checksums, Clock
 from krul_backend.tiers.common.record import decode_header, encode_metadata, encode_segment
-from krul_backend.tiers.objects.object_client import ObjectClient, ObjectPart
+from krul_backend.tiers.objects.object_client import ObjectClient, ObjectPart, get_written
 
 ROOT = f"krul/{FORMAT_VERSION}"
 EPOCHS = f"krul-epochs/{FORMAT_VERSION}"
@@ -29,8 +28,6 @@ EPOCH_AGE_S = 1.0
 """For how long a daemon uses an epoch that it has read."""
 
 _EPOCH = re.compile(rb"[0-9a-f]{16}")
-_LONGEST_WRITE_S = 1.0
-"""An epoch's object that cannot be read for so long, though it is there, holds something else."""
 
 
 @dataclass(frozen=True)
@@ -124,18 +121,11 @@ def _read(store: ObjectClient, name: str, *, may_create: bool) -> str | None:
     number = _number(store.get(name, 16))
     if number is None and may_create:
         store.put(name, secrets.token_hex(8).encode(), is_pinned=True)
-        # Another thread or daemon may be first, and what it is still writing cannot be read yet.
-        number = _await_number(store, name)
+        # Another thread or daemon may have been first.
+        number = _number(get_written(store, name, 16))
         if number is None:  # The object is not an epoch.
             store.replace(name, secrets.token_hex(8).encode(), is_pinned=True)
-            number = _await_number(store, name)
-    return number
-
-
-def _await_number(store: ObjectClient, name: str) -> str | None:
-    ends_at_s = time.monotonic() + _LONGEST_WRITE_S
-    while (number := _number(store.get(name, 16))) is None and time.monotonic() < ends_at_s:
-        time.sleep(0.002)
+            number = _number(get_written(store, name, 16))
     return number
 
 

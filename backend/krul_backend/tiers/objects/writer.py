@@ -13,7 +13,7 @@ from krul_backend.errors import ManifestError
 from krul_backend.tiers.common.interface import Clock
 from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
 from krul_backend.tiers.objects.connection import ObjectStoreConnection
-from krul_backend.tiers.objects.lookup import KnownSegments, Lookup
+from krul_backend.tiers.objects.lookup import KnownSegments, Lookup, publish
 from krul_backend.tiers.objects.object_client import ObjectClient, ObjectStoreError, StoreFullError
 from krul_backend.tiers.objects.stored_object import Epochs, StoredObject, encode_object
 
@@ -136,7 +136,7 @@ class ObjectWriter:
         if not store.have_all([segment.metadata_key, *segment.block_keys]):
             # Another host is writing it, or the store evicts already.
             raise StoreFullError("an object of the segment is not there")
-        if self._lookup.publish(store, prefix, manifest.page_keys[0], digest):
+        if publish(store, prefix, manifest.page_keys[0], digest):
             self._counters.add(written_segments=1, written_bytes=manifest.num_bytes)
             segment.confirmed_at_s = self._clock()
             self._known.add(segment, num_clears)
