@@ -162,7 +162,8 @@ class MooncakeClient(ObjectClient):
 
     def put(self, key: str, value: bytes, *, is_pinned: bool = False) -> None:
         code = self._store.put(key, value, self._pinned if is_pinned else self._replication)
-        if code != _OBJECT_ALREADY_EXISTS:
+        # ILLEGAL_CLIENT: another client replaces it.
+        if code not in (_OBJECT_ALREADY_EXISTS, _ILLEGAL_CLIENT):
             _check(code, f"put {key}")
 
     def put_blocks(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
