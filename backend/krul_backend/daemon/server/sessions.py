@@ -1,4 +1,4 @@
-"""What the daemon knows of each client: it lives as long as the connection that opened its session."""
+"""Keeps the sessions of the daemon's clients, each until the connection that opened it is closed."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class ObjectClient(Protocol):
 
 
 def get_written(store: ObjectClient, key: str, max_num_bytes: int) -> bytes | None:
-    """As ``get``, but what somebody is still writing is waited for, a second at most."""
+    """Get an object as ``ObjectClient.get`` does, and wait up to a second if it is still being written."""
     ends_at_s = time.monotonic() + 1.0
     while (value := store.get(key, max_num_bytes)) is None and time.monotonic() < ends_at_s:
         time.sleep(0.002)

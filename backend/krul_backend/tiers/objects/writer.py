@@ -103,13 +103,13 @@ class ObjectWriter:
             store = self._connection.store()
             self._write(store, item)
             self._suspension.succeeded()
-        except (ObjectStoreError, ManifestError) as error:
-            self._counters.add(failed_writes=1)
-            # A full store evicts in the background: there may be room for the next segment.
-            if isinstance(error, ObjectStoreError) and not isinstance(error, StoreFullError):
-                self._suspension.failed("writes fail", error)
-            return False
-        return True
+            return True
+        except (StoreFullError, ManifestError):
+            pass  # A full store evicts in the background: there may be room for the next segment.
+        except ObjectStoreError as error:
+            self._suspension.failed("writes fail", error)
+        self._counters.add(failed_writes=1)
+        return False
 
     def _write(self, store: ObjectClient, item: QueuedSegment) -> None:
         manifest = item.manifest
