@@ -38,11 +38,8 @@ class PrefillAndDecode:
         self.server_info = prefill.server_info
 
     def post_json(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
-        room = {
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self._port,
-            "bootstrap_room": next(self._rooms),
-        }
+        host, port = "127.0.0.1", self._port
+        room = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": next(self._rooms)}
         sent = self._threads.submit(self.prefill.post_json, path, payload | room)
         answer: dict[str, Any] = self.decode.post_json(path, payload | room)
         answer["meta_info"]["cached_tokens_details"] = sent.result()["meta_info"].get("cached_tokens_details")

@@ -111,10 +111,12 @@ def register() -> None:
     if os.environ.get(_SKIP_HEADS):
         HookRegistry.register(_RECOMPUTE, skip_heads, HookType.AROUND)
     if os.environ.get(_SENDS_PAGEABLE):
-        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+        from sglang.srt.disaggregation.mooncake.conn import KVPoll, MooncakeKVManager, MooncakeKVSender
 
         # It would copy slots to memory that CUDA locks.
         MooncakeKVSender.supports_host_tensor_indices = False
+        # SGLang's sending thread ends for good if a sent request is cleared while its status is read.
+        MooncakeKVManager.check_status = lambda self, room: self.request_status.get(room, KVPoll.Success)
     if os.environ.get(_LEAVE_OUT_DRAFTS):
         HookRegistry.register(_LEASE_DRAFTS, lambda original, *args: {}, HookType.AROUND)
     if os.environ.get(_LEAVE_OUT_STATES):
