@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,7 @@ _LEAVE_OUT_DRAFTS = "TESTS_LEAVE_OUT_DRAFTS"
 _LEAVE_OUT_STATES = "TESTS_LEAVE_OUT_STATES"
 _SPOIL_STATES = "TESTS_SPOIL_STATES"
 _SENDS_PAGEABLE = "TESTS_SENDS_PAGEABLE"
-_ASK = "krul_backend.daemon.client.request_channel.RequestChannels.ask"
-_MAKE_LOADER = "krul_sglang.engine.restore.loading.LayerWiseLoader.__init__"
-_LEASE_DRAFTS = "krul_sglang.engine.restore.draft_loads.DraftLoads.lease"
-_LOAD_STATES = "krul_sglang.engine.restore.loading.LayerWiseLoader._load_states"
-_COMMIT = "krul_backend.daemon.client.daemon_store.DaemonStore.commit"
-_RECOMPUTE = "krul_sglang.engine.restore.restore_forward.RestoreForward._recompute"
-_ATTEND = "krul_sglang.adapter.head_attention.HeadAttention.forward"
-_RUN_HEADS = "krul_sglang.adapter.head_recompute.HeadRecompute.run"
+_SETTING_STATUS = threading.RLock()
 _PATHS = (Path(__file__).parent / "plugin_path", Path(__file__).parents[2])
 
 WITH_PLUGIN = {
@@ -48,7 +42,6 @@ LEFT_OUT_DRAFTS = {**WITH_PLUGIN, _LEAVE_OUT_DRAFTS: "1"}
 
 ROUNDED_HEADS = {**WITH_PLUGIN, _ROUND_HEADS: "1"}
 """Environment of a server whose heads are rounded differently from its prefills, as by another kernel."""
-
 
 LEFT_OUT_STATES = {**WITH_PLUGIN, _LEAVE_OUT_STATES: "1"}
 """Environment of a server that never loads the states of recurrent layers, and so gives wrong answers."""
@@ -108,29 +101,16 @@ def register() -> None:
     PLANNERS[RandomPlanner.name] = RandomPlanner()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if os.environ.get(_SKIP_HEADS):
-        HookRegistry.register(_RECOMPUTE, skip_heads, HookType.AROUND)
     if os.environ.get(_SENDS_PAGEABLE):
         from sglang.srt.disaggregation.mooncake.conn import KVPoll, MooncakeKVManager, MooncakeKVSender
 
         # It would copy slots to memory that CUDA locks.
         MooncakeKVSender.supports_host_tensor_indices = False
-        # SGLang's sending thread ends for good if a sent request is cleared while its status is read.
+        # Its sending thread ends for good if a request that was sent is cleared between two looks at it.
         MooncakeKVManager.check_status = lambda self, room: self.request_status.get(room, KVPoll.Success)
-    if os.environ.get(_LEAVE_OUT_DRAFTS):
-        HookRegistry.register(_LEASE_DRAFTS, lambda original, *args: {}, HookType.AROUND)
-    if os.environ.get(_LEAVE_OUT_STATES):
-        HookRegistry.register(_LOAD_STATES, lambda original, *args: None, HookType.AROUND)
-    if os.environ.get(_SPOIL_STATES):
-        HookRegistry.register(_COMMIT, spoil_states, HookType.AROUND)
-    if os.environ.get(_SPOIL_HEADS_OF_RANK):
-        HookRegistry.register(_RUN_HEADS, spoil_heads, HookType.AROUND)
-    if os.environ.get(_ROUND_HEADS):
-        HookRegistry.register(_ATTEND, round_otherwise, HookType.AROUND)
-    if os.environ.get(_SLOW_ANSWERS):
-        HookRegistry.register(_ASK, answer_late, HookType.AROUND)
-    if os.environ.get(_FAULT):
-        HookRegistry.register(_MAKE_LOADER, inject_faults, HookType.AROUND)
+    for variable, target, hook in _HOOKS:
+        if os.environ.get(variable):
+            HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def skip_heads(original: Any, *args: Any) -> None:
@@ -179,3 +159,23 @@ def inject_faults(original: Any, loader: Any, store: Any, pool: Any, *args: Any,
     ranks, patience_s = get_parallel(), kwargs["patience_s"]
     faults = FaultyLoads(os.environ[_FAULT], ranks.tp_rank, ranks.tp_size, pool.num_layers, patience_s)
     original(loader, store, pool, *args, before_layer=faults.before_layer, **kwargs)
+
+
+def set_alone(original: Any, *args: Any) -> None:
+    """AROUND hook of ``update_status``, which looks and then sets: what is set between would be lost."""
+    with _SETTING_STATUS:
+        original(*args)
+
+
+_HOOKS: tuple[tuple[str, str, Any], ...] = (
+    (_SKIP_HEADS, "krul_sglang.engine.restore.restore_forward.RestoreForward._recompute", skip_heads),
+    (_LEAVE_OUT_DRAFTS, "krul_sglang.engine.restore.draft_loads.DraftLoads.lease", lambda *_: {}),
+    (_LEAVE_OUT_STATES, "krul_sglang.engine.restore.loading.LayerWiseLoader._load_states", lambda *_: None),
+    (_SPOIL_STATES, "krul_backend.daemon.client.daemon_store.DaemonStore.commit", spoil_states),
+    (_SPOIL_HEADS_OF_RANK, "krul_sglang.adapter.head_recompute.HeadRecompute.run", spoil_heads),
+    (_ROUND_HEADS, "krul_sglang.adapter.head_attention.HeadAttention.forward", round_otherwise),
+    (_SLOW_ANSWERS, "krul_backend.daemon.client.request_channel.RequestChannels.ask", answer_late),
+    (_FAULT, "krul_sglang.engine.restore.loading.LayerWiseLoader.__init__", inject_faults),
+    (_SENDS_PAGEABLE, "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status", set_alone),
+)
+"""Environment variable, what is hooked if it is set, and the hook around it."""
