@@ -103,7 +103,8 @@ class Inbox:
         if len(received) < end:
             return None
         self._start = end
-        return bytes(received[start:ids_start]), bytes(received[ids_start:end])
+        with memoryview(received) as view:
+            return bytes(view[start:ids_start]), bytes(view[ids_start:end])
 
 
 def checked_request(frame: bytes, token_ids: bytes) -> Request[Any]:

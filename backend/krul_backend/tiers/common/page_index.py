@@ -149,8 +149,7 @@ class PageIndex(Generic[SegmentT]):
     def holders_of(self, model: ModelIdentity, page_keys: Sequence[str]) -> list[SegmentT]:
         """The segment of each of ``page_keys`` that is indexed; one entry per page."""
         pages = self._pages.get(model.fingerprint, {})
-        entries = (pages.get(key) for key in page_keys)
-        return [entry[0] for entry in entries if entry is not None]
+        return [entry[0] for entry in filter(None, map(pages.get, page_keys))] if pages else []
 
     def has_target(self, segment: SegmentT) -> bool:
         """Whether a page is indexed of the target for whose draft model a segment is stored."""
