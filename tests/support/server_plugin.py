@@ -25,7 +25,7 @@ _ROUND_HEADS = "TESTS_ROUND_HEADS"
 _LEAVE_OUT_DRAFTS = "TESTS_LEAVE_OUT_DRAFTS"
 _LEAVE_OUT_STATES = "TESTS_LEAVE_OUT_STATES"
 _SPOIL_STATES = "TESTS_SPOIL_STATES"
-_SENDS_PAGEABLE = "TESTS_SENDS_PAGEABLE"
+_SENDS = "TESTS_SENDS"
 _SETTING_STATUS = threading.RLock()
 _PATHS = (Path(__file__).parent / "plugin_path", Path(__file__).parents[2])
 
@@ -46,7 +46,7 @@ ROUNDED_HEADS = {**WITH_PLUGIN, _ROUND_HEADS: "1"}
 LEFT_OUT_STATES = {**WITH_PLUGIN, _LEAVE_OUT_STATES: "1"}
 """Environment of a server that never loads the states of recurrent layers, and so gives wrong answers."""
 
-SENDING = {_SENDS_PAGEABLE: "1"}
+SENDING = {_SENDS: "1"}
 """Environment, beside another one, of a server that sends KV to another one, on a CPU."""
 
 SPOILED_STATES = {**WITH_PLUGIN, _SPOIL_STATES: "1"}
@@ -101,7 +101,7 @@ def register() -> None:
     PLANNERS[RandomPlanner.name] = RandomPlanner()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if os.environ.get(_SENDS_PAGEABLE):
+    if os.environ.get(_SENDS):
         from sglang.srt.disaggregation.mooncake.conn import KVPoll, MooncakeKVManager, MooncakeKVSender
 
         # It would copy slots to memory that CUDA locks.
@@ -176,6 +176,6 @@ _HOOKS: tuple[tuple[str, str, Any], ...] = (
     (_ROUND_HEADS, "krul_sglang.adapter.head_attention.HeadAttention.forward", round_otherwise),
     (_SLOW_ANSWERS, "krul_backend.daemon.client.request_channel.RequestChannels.ask", answer_late),
     (_FAULT, "krul_sglang.engine.restore.loading.LayerWiseLoader.__init__", inject_faults),
-    (_SENDS_PAGEABLE, "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status", set_alone),
+    (_SENDS, "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status", set_alone),
 )
 """Environment variable, what is hooked if it is set, and the hook around it."""

@@ -103,7 +103,7 @@ class Inbox:
         if len(received) < end:
             return None
         self._start = end
-        with memoryview(received) as view:
+        with memoryview(received) as view:  # A slice of a bytearray would be one more copy.
             return bytes(view[start:ids_start]), bytes(view[ids_start:end])
 
 
