@@ -171,15 +171,15 @@ class KrulConfig:
     ssd_dir: str = _option(
         "",
         _parse_text,
-        "a path, or empty",
-        "*daemon* Directory on a local disk. KV that leaves host memory is written there, and survives a "
-        "restart. Empty: no SSD tier.",
+        "a path, several between commas, or empty",
+        "*daemon* Directory on a local disk; of several disks one on each. KV that leaves host memory is "
+        "written there, and survives a restart. Empty: no SSD tier.",
     )
     ssd_capacity: int | None = _option(
         None,
         _auto_or(_parse_size),
         '"auto", or a positive size such as "200GiB"',
-        '*daemon* Most bytes that the files in ssd_dir take. "auto" takes half of what is free on that disk.',
+        '*daemon* Most bytes that all files in ssd_dir take. "auto" takes half of what is free on its disks.',
     )
     ssd_timeout: float = _option(
         1.0,
@@ -400,6 +400,11 @@ class KrulConfig:
     def head_token_limit(self, prefill_tokens: int) -> int:
         """``max_head_tokens``; if that is "auto", the ``prefill_tokens`` that the server computes at once."""
         return prefill_tokens if self.max_head_tokens is None else self.max_head_tokens
+
+    @property
+    def ssd_dirs(self) -> list[Path]:
+        """The directories of ``ssd_dir``."""
+        return [Path(name.strip()).expanduser() for name in self.ssd_dir.split(",") if name.strip()]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that ``from_mapping`` accepts again."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from krul_backend.memory import format_bytes
-from krul_sglang.cli.machine import Facts
+from krul_sglang.cli.machine import DiskFacts, Facts
 
 State = Literal["ok", "warning", "problem"]
 
@@ -176,9 +176,18 @@ def _shared_memory(facts: Facts) -> Outcome:
 
 
 def _ssd(facts: Facts) -> Outcome:
-    disk = facts.disk
-    if disk is None:
+    outcomes = [_disk(disk) for disk in facts.disks]
+    if not outcomes:
         return "ok", "no ssd_dir is set"
+    found, free_bytes = "; ".join(each[1] for each in outcomes), sum(disk.free_bytes for disk in facts.disks)
+    problem = next((each for each in outcomes if each[0] == "problem"), None)
+    if problem is None and facts.ssd_capacity is not None and facts.ssd_capacity > free_bytes:
+        capacity = format_bytes(facts.ssd_capacity)
+        problem = "problem", f"{found}, ssd_capacity {capacity}", "set a smaller ssd_capacity, or make room"
+    return problem or next((each for each in outcomes if each[0] == "warning"), ("ok", found))
+
+
+def _disk(disk: DiskFacts) -> Outcome:
     if disk.error:
         return (
             "problem",
@@ -189,9 +198,6 @@ def _ssd(facts: Facts) -> Outcome:
         f"{disk.path} ({disk.file_system}): {format_bytes(disk.free_bytes)} free, reads "
         f"{disk.read_bytes_s / 1e9:.2f} GB/s, writes {disk.write_bytes_s / 1e9:.2f} GB/s"
     )
-    if facts.ssd_capacity is not None and facts.ssd_capacity > disk.free_bytes:
-        capacity = format_bytes(facts.ssd_capacity)
-        return "problem", f"{found}, ssd_capacity {capacity}", "set a smaller ssd_capacity, or make room"
     if disk.file_system in _DISKS_IN_MEMORY:
         return "warning", f"{found}: this is memory", "choose a disk, or a larger host_memory"
     if disk.file_system.split(".")[0] in _DISKS_ELSEWHERE:

@@ -32,7 +32,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """The disk under ``ssd_dir``. ``error`` says why nothing could be measured; then the rates are 0."""
+    """A disk under ``ssd_dir``. ``error`` says why nothing could be measured; then the rates are 0."""
 
     path: str
     file_system: str = ""
@@ -70,7 +70,7 @@ class Facts:
     host_memory_error: str = ""
     available_bytes: int = 0
     shared_bytes: int = 0
-    disk: DiskFacts | None = None
+    disks: tuple[DiskFacts, ...] = ()
     ssd_capacity: int | None = None
     ports: tuple[int, ...] = ()
     taken_ports: tuple[int, ...] = ()
@@ -105,7 +105,7 @@ def gather(config: KrulConfig, server_port: int) -> Facts:
         host_memory_error=host_memory_error,
         available_bytes=available_bytes(),
         shared_bytes=shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0,
-        disk=measure_disk(Path(config.ssd_dir).expanduser()) if config.ssd_dir else None,
+        disks=tuple(map(measure_disk, config.ssd_dirs)),
         ssd_capacity=config.ssd_capacity,
         ports=ports,
         taken_ports=taken_ports(ports),

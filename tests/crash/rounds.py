@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import orjson
@@ -39,13 +40,15 @@ class Outcome:
 
 
 class CrashTest:
-    """Daemon and engines in ``directory``; ``seed`` decides what is killed when."""
+    """Daemon and engines in ``directory``; ``seed`` decides what is killed when, and whether there are one or
+    two directories of the SSD tier."""
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.outcome = Outcome()
         self._directory = directory
         self._runtime_dir = directory / "run"
         self._rng = random.Random(seed)
+        self._ssd_dirs = [str(directory / f"ssd-{number}") for number in range(1 + seed % 2)]
         self._daemon: subprocess.Popen[bytes] | None = None
         self._engines: dict[int, subprocess.Popen[bytes]] = {}
         self._num_started = 0
@@ -89,7 +92,7 @@ class CrashTest:
     def _start_missing(self) -> None:
         if self._daemon is None:
             arguments = ("serve", "--runtime-dir", str(self._runtime_dir), *_DAEMON_SIZES)
-            ssd = ("--ssd-dir", str(self._directory / "ssd"), "--ssd-timeout", "10")
+            ssd = ("--ssd-timeout", "10", *chain(*(("--ssd-dir", each) for each in self._ssd_dirs)))
             self._daemon = self._start("krul_backend.daemon", *arguments, *ssd)
         for engine in range(NUM_ENGINES):
             if engine not in self._engines:

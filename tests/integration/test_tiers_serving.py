@@ -101,10 +101,11 @@ def backend(*arguments: str) -> str:
 def test_memory_for_one_conversation_and_a_disk_for_all(
     tiny_models: dict[str, Path], kept: dict[str, list[Answer]], tmp_path: Path
 ) -> None:
-    """Evicted from host memory, then everything killed and started again: the disk has it all."""
+    """Evicted from host memory, then everything killed and started again: two disks have it all."""
+    disks = [tmp_path / "ssd-0", tmp_path / "ssd-1"]
     options = {
         "host_memory": 1500 * TOKEN_BYTES,
-        "ssd_dir": str(tmp_path / "ssd"),
+        "ssd_dir": ",".join(map(str, disks)),
         "ssd_capacity": "2GiB",
         "ssd_timeout": 10.0,
     }
@@ -123,6 +124,7 @@ def test_memory_for_one_conversation_and_a_disk_for_all(
         assert stats["fetched_segments"] > 0
         assert_nothing_left_behind(server)
         assert "true" in backend("flush", "--endpoint", stats["daemon"]["endpoint"], "--json")
+        assert all(any(disk.rglob("*.log")) for disk in disks)
         os.kill(daemon_pid(server), signal.SIGKILL)
         os.kill(server.pid, signal.SIGKILL)
     one_at_a_time = ("--max-running-requests", "1")

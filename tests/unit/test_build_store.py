@@ -45,13 +45,14 @@ def test_half_of_the_free_disk_is_the_default(tmp_path: Path, monkeypatch: pytes
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
     directory = tmp_path / "not" / "there"
-    assert default_ssd_capacity(directory) == 5_000
+    assert default_ssd_capacity([directory]) == 5_000
     tier = open_tier(directory)
     put(tier, "a")
     tier.close()
     own_bytes = disk_bytes(directory)
     assert own_bytes > 8192
-    assert default_ssd_capacity(directory) == 5_000 + own_bytes // 2, "a restart does not shrink it"
+    assert default_ssd_capacity([directory]) == 5_000 + own_bytes // 2, "a restart does not shrink it"
+    assert default_ssd_capacity([directory, tmp_path]) == 5_000 + own_bytes // 2, "on one disk"
 
 
 def test_what_others_have_on_the_disk_is_not_counted_as_free(
@@ -67,7 +68,7 @@ def test_what_others_have_on_the_disk_is_not_counted_as_free(
     for foreign in (tmp_path / "model.safetensors", elsewhere / "00000001.log", own / "00000001.log"):
         foreign.write_bytes(bytes(50_000))
     (own / "00000002.log").symlink_to(elsewhere / "00000001.log")
-    assert default_ssd_capacity(tmp_path) == 5_000
+    assert default_ssd_capacity([tmp_path]) == 5_000
 
 
 def test_memory_alone_is_a_store_of_one_tier(tmp_path: Path) -> None:

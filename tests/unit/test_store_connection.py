@@ -93,13 +93,12 @@ def test_the_daemon_understands_what_it_is_told(config: KrulConfig, monkeypatch:
     monkeypatch.setattr(serve, "serve", served.append)
     result = CliRunner().invoke(app, ["serve", "--runtime-dir", "/run/krul", *daemon_arguments(config, GIB)])
     assert result.exit_code == 0, result.output
-    ssd_dir = Path(config.ssd_dir) if config.ssd_dir else None
     mooncake = dict(setting.split("=", 1) for setting in config.mooncake.split(",") if setting)
     assert served == [
         DaemonConfig(
             arena_bytes=GIB,
             runtime_dir=Path("/run/krul"),
-            ssd_dir=ssd_dir,
+            ssd_dirs=tuple(config.ssd_dirs),
             ssd_capacity_bytes=config.ssd_capacity,
             ssd_timeout_s=config.ssd_timeout,
             ssd_queue_bytes=config.ssd_queue,
@@ -113,7 +112,8 @@ def test_the_daemon_understands_what_it_is_told(config: KrulConfig, monkeypatch:
 
 def test_a_directory_in_the_users_home_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert ("--ssd-dir", "/home/somebody/kv") in options(daemon_arguments(KrulConfig(ssd_dir="~/kv"), GIB))
+    arguments = options(daemon_arguments(KrulConfig(ssd_dir="~/kv, /mnt/kv"), GIB))
+    assert [value for name, value in arguments if name == "--ssd-dir"] == ["/home/somebody/kv", "/mnt/kv"]
 
 
 def test_a_capacity_without_a_directory_is_the_daemons_to_refuse() -> None:

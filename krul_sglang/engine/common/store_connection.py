@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,8 +191,8 @@ def daemon_arguments(config: KrulConfig, arena_bytes: int) -> list[str]:
         arguments += ["--metrics-port", str(config.metrics_port)]
     if config.hints_port:
         arguments += ["--hints-port", str(config.hints_port)]
-    if config.ssd_dir:
-        arguments += ["--ssd-dir", str(Path(config.ssd_dir).expanduser())]
+    for directory in config.ssd_dirs:
+        arguments += ["--ssd-dir", str(directory)]
     if config.ssd_capacity is not None:
         # Without a directory, too: the daemon refuses that, and says why.
         arguments += ["--ssd-capacity", str(config.ssd_capacity)]

@@ -59,7 +59,10 @@ def serve_command(
         Path, typer.Option(help="Directory of the sockets: private to this user, and to one daemon.")
     ],
     host_memory: Annotated[int, typer.Option(parser=_size, metavar="SIZE", help="Memory for KV, as 64GiB.")],
-    ssd_dir: Annotated[Path | None, typer.Option(help="Keep committed KV on this disk, too.")] = None,
+    ssd_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="Keep committed KV on this disk, too; may be repeated, for a directory per disk."),
+    ] = None,
     ssd_capacity: Annotated[
         int | None,
         typer.Option(
@@ -122,7 +125,7 @@ def serve_command(
         DaemonConfig(
             arena_bytes=host_memory,
             runtime_dir=runtime_dir,
-            ssd_dir=ssd_dir,
+            ssd_dirs=tuple(ssd_dir or ()),
             ssd_capacity_bytes=ssd_capacity,
             ssd_timeout_s=ssd_timeout,
             ssd_queue_bytes=ssd_queue,

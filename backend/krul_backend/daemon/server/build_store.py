@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,8 +37,8 @@ def build_store(config: DaemonConfig) -> TieredStore:
     _place(host)
     tiers: list[LowerTier] = []
     try:
-        if config.ssd_dir is not None:
-            tiers.append(_ssd_tier(config, config.ssd_dir, host))
+        if config.ssd_dirs:
+            tiers.append(_ssd_tier(config, host))
         # One by one: if the next one cannot be opened, those before it are closed.
         for tier in _object_tiers(config, host):
             tiers.append(tier)
@@ -60,16 +60,18 @@ def _place(host: HostStore) -> None:
         logger.warning("stored KV may lie on another NUMA node than the GPU that reads it: %s", error)
 
 
-def _ssd_tier(config: DaemonConfig, directory: Path, host: HostStore) -> LowerTier:
+def _ssd_tier(config: DaemonConfig, host: HostStore) -> LowerTier:
     # Imported late, here and below: a daemon without the tier loads nothing that the tier needs.
     from krul_backend.tiers.ssd import SsdTier
 
     capacity_bytes = config.ssd_capacity_bytes
     if capacity_bytes is None:
-        capacity_bytes = default_ssd_capacity(directory)
+        capacity_bytes = default_ssd_capacity(config.ssd_dirs)
+    directory, *others = config.ssd_dirs
     return SsdTier(
         directory,
         capacity_bytes,
+        others=others,
         read_timeout_s=config.ssd_timeout_s,
         eviction=config.eviction,
         max_queued_bytes=config.ssd_queue_bytes,
@@ -113,18 +115,19 @@ def parse_options(kind: type[Options], name: str, given: Mapping[str, str]) -> O
     return kind(**values)
 
 
-def default_ssd_capacity(directory: Path) -> int:
-    """Half of the free bytes on the disk of a directory, which need not exist yet.
+def default_ssd_capacity(directories: Sequence[Path]) -> int:
+    """Half of the free bytes on the disks of directories, which need not exist yet.
 
     Files of the tier that are there already count as free. Other files do not, wherever they are.
 
     Raises:
-        ConfigError: the disk cannot be asked.
+        ConfigError: a disk cannot be asked.
     """
-    from krul_backend.tiers.ssd import own_bytes
+    from krul_backend.tiers.ssd import one_per_disk, own_bytes
 
     try:
-        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-        return (shutil.disk_usage(there).free + own_bytes(directory)) // 2
+        free_bytes = sum(shutil.disk_usage(path).free for path in one_per_disk(directories))
+        return (free_bytes + sum(map(own_bytes, directories))) // 2
     except OSError as error:
-        raise ConfigError(f"ssd_dir: got {str(directory)!r}: {error.strerror or error}") from error
+        given = ",".join(map(str, directories))
+        raise ConfigError(f"ssd_dir: got {given!r}: {error.strerror or error}") from error

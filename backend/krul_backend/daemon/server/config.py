@@ -15,9 +15,10 @@ from krul_backend.tiers.common.eviction import POLICIES
 class DaemonConfig:
     """The configuration of one daemon. Sizes are in bytes, times in seconds.
 
-    ``runtime_dir`` holds the sockets. ``ssd_dir`` None: no SSD tier; ``ssd_capacity_bytes`` None: half of
-    what is free on that disk at start. ``ssd_queue_bytes``: how much may wait in DRAM to be written there;
-    the rest is offered again. ``ssd_patience_s``: how long to wait for another daemon to leave ``ssd_dir``.
+    ``runtime_dir`` holds the sockets. ``ssd_dirs``: on a disk each; empty: no SSD tier.
+    ``ssd_capacity_bytes``: in all of them; None: half of what is free there at start. ``ssd_queue_bytes``:
+    how much may wait in DRAM to be written there; the rest is offered again. ``ssd_patience_s``: how long to
+    wait for another daemon to leave them.
     ``mooncake``, ``bucket`` None: no such tier; otherwise its options by name.
     ``tenant_quota`` is the share of the arena that one tenant may take. ``metrics_port`` 0: no metrics.
     ``hints_port`` 0: no hints over HTTP.
@@ -28,7 +29,7 @@ class DaemonConfig:
 
     arena_bytes: int
     runtime_dir: Path
-    ssd_dir: Path | None = None
+    ssd_dirs: tuple[Path, ...] = ()
     ssd_capacity_bytes: int | None = None
     ssd_timeout_s: float = 1.0
     ssd_queue_bytes: int = 256 << 20
@@ -44,8 +45,10 @@ class DaemonConfig:
     def __post_init__(self) -> None:
         if self.arena_bytes < 1 << 20:
             raise _error("arena_bytes", self.arena_bytes, "at least 1 MiB (1048576)")
+        if len({directory.absolute() for directory in self.ssd_dirs}) < len(self.ssd_dirs):
+            raise _error("ssd_dir", ",".join(map(str, self.ssd_dirs)), "each directory once")
         if self.ssd_capacity_bytes is not None:
-            if self.ssd_dir is None:
+            if not self.ssd_dirs:
                 raise _error("ssd_capacity_bytes", self.ssd_capacity_bytes, "a size together with ssd_dir")
             if self.ssd_capacity_bytes < 1 << 20:
                 raise _error("ssd_capacity_bytes", self.ssd_capacity_bytes, "at least 1 MiB (1048576)")

@@ -1,8 +1,8 @@
-"""The SSD tier: append-only log files of records, and an index in memory that each start builds from them.
+"""The SSD tier: append-only log files of records on one disk or several, and an index of them beside.
 
 Whole segments are written some time after their commit, and read past the page cache. ``store`` calls it.
 """
 
 from krul_backend.tiers.ssd.disk import Disk, open_for_reading
-from krul_backend.tiers.ssd.own_files import own_bytes
+from krul_backend.tiers.ssd.own_files import one_per_disk, own_bytes
 from krul_backend.tiers.ssd.ssd_tier import SsdTier

@@ -21,18 +21,20 @@ GROUP_NUM_BYTES = 64 << 20
 class LogWriter:
     """Owns the log files. One thread at a time may call it, except for ``release`` and the sizes.
 
-    Several records are appended, then made durable by one ``commit``, and published only then.
+    Several records are appended, then made durable by one ``commit``, and published only then. With several
+    directories each has a file that is written next, and such groups go to them in turn.
     ``used_bytes`` is raised before bytes are written and lowered after they are gone, so that the files never
     take more than that (a file system's own notes of where their blocks lie come on top). A removed file that
     is still being read takes its space until the last ``release``.
 
     Args:
+        directories: where the files are made, each on a disk of its own; the first is named in messages.
         lock: the tier's; guards ``files``, ``used_bytes`` and the counts in the files. Taken by the methods,
             and never held during a system call that may block.
         files: the log files by number; this alone changes it from ``adopt`` on.
         file_bytes: the size of a file. Only a record that is larger itself makes a larger file.
         can_punch: whether the file system may have holes, as far as is known.
-        unread: sizes, by number, of the files in the directory, whose records are not known before ``adopt``.
+        unread: sizes, by number, of the files that are there, whose records are not known before ``adopt``.
         committed: called after each commit with what was punched before it: the files' numbers and offsets.
         next_number: no file has this number or a larger one.
     """
@@ -40,7 +42,7 @@ class LogWriter:
     def __init__(
         self,
         disk: Disk,
-        directory: Path,
+        directories: Sequence[Path],
         lock: threading.Lock,
         files: dict[int, LogFile],
         file_bytes: int,
@@ -50,12 +52,16 @@ class LogWriter:
         committed: Callable[[Sequence[tuple[int, int]]], None],
     ) -> None:
         self._disk = disk
-        self.directory = directory
+        self.directory = directories[0]
+        self._directories = tuple(directories)
+        # Where the records of this group go; the first group goes to the first directory.
+        self._turn = directories[-1]
+        # The file of each directory that gets its next record.
+        self._actives: dict[Path, LogFile] = {}
         self._lock = lock
         self._file_bytes = file_bytes
         # Of records that were written, but not synced: where they are, and what makes them findable.
         self._unsynced: list[tuple[int, Callable[[LogFile, int], None]]] = []
-        self._active: LogFile | None = None
         self._unread = unread
         self._is_removal_in_doubt = False
         self._committed = committed
@@ -69,15 +75,28 @@ class LogWriter:
     def adopt(self, files: Sequence[LogFile], unread: Mapping[int, int], first_open_number: int) -> None:
         """Take over the files that were read at the start, ordered by number; ``unread`` could not be.
 
-        Called once, before anything is appended. The last file gets the next record, unless its number is
-        below ``first_open_number``.
+        Called once, before anything is appended. The last file of each directory gets its next record, unless
+        its number is below ``first_open_number``.
         """
         with self._lock:
             self._unread = unread
             self.files.update((file.number, file) for file in files)
             self.used_bytes = sum(file.taken_bytes for file in files) + sum(unread.values())
-        if files and files[-1].number >= first_open_number:
-            self._active = files[-1]
+        self._actives = {file.path.parent: file for file in files if file.number >= first_open_number}
+
+    @property
+    def _active(self) -> LogFile | None:
+        return self._actives.get(self._turn)
+
+    def take_turn(self, num_bytes: int) -> None:
+        """Let the next records, of so many bytes in all, go to the next directory whose disk has room for
+        them; to the same as before if none has. Nothing may be unsynced. Raises OSError."""
+        assert not self._unsynced, "a group goes to one directory"
+        if len(self._directories) > 1:
+            after = self._directories.index(self._turn) + 1
+            following = (*self._directories[after:], *self._directories[:after])
+            fitting = (each for each in following if self._disk.free_bytes(each) >= num_bytes)
+            self._turn = next(fitting, self._turn)
 
     @property
     def oldest_number(self) -> int:
@@ -109,7 +128,7 @@ class LogWriter:
 
     def is_active(self, file: LogFile) -> bool:
         """Whether the next record may go into this file."""
-        return file is self._active
+        return file in self._actives.values()
 
     def is_busy(self, file: LogFile) -> bool:
         """Whether a file has records that are not durable yet."""
@@ -129,8 +148,11 @@ class LogWriter:
         """
         num_bytes = segment_num_bytes(manifest, metadata)
         if self.needs_file(num_bytes):
-            self.seal()
-            self._active = self._create_file()
+            try:
+                self.commit()
+            finally:
+                self._actives.pop(self._turn, None)
+            self._actives[self._turn] = self._create_file()
         file = self._active
         assert file is not None, "a file was created, or there was one"
         buffers = record_buffers(manifest, metadata, blocks, file.place(file.num_bytes))
@@ -186,15 +208,15 @@ class LogWriter:
                 self.used_bytes -= num_bytes
 
     def seal(self) -> None:
-        """Commit, and let the next record begin a new file.
+        """Commit, and let the next record begin a new file, in each directory.
 
         Raises:
-            OSError: as ``commit``; the file is sealed all the same.
+            OSError: as ``commit``; the files are sealed all the same.
         """
         try:
             self.commit()
         finally:
-            self._active = None
+            self._actives.clear()
 
     def remove(self, file: LogFile) -> None:
         """Unlink a file, durably. Its space is free when nobody holds it any more.
@@ -203,14 +225,13 @@ class LogWriter:
             OSError: it could not be unlinked, or not durably.
         """
         assert not self.is_busy(file), f"{file.path.name} has records that wait for their sync"
-        if file is self._active:
-            self._active = None
+        self._end_appending(file)
         # Somebody may have removed it by hand.
         with contextlib.suppress(FileNotFoundError):
             self._disk.unlink(file.path)
         self._let_go(file)
         try:
-            self._disk.sync_directory(self.directory)
+            self._disk.sync_directory(file.path.parent)
         except OSError:
             self._is_removal_in_doubt = True
             raise
@@ -227,9 +248,13 @@ class LogWriter:
 
     def close(self) -> None:
         """Close all files: those that are being read when they are released."""
-        self._active = None
+        self._actives.clear()
         for file in list(self.files.values()):
             self._let_go(file)
+
+    def _end_appending(self, file: LogFile) -> None:
+        if self.is_active(file):
+            del self._actives[file.path.parent]
 
     def _let_go(self, file: LogFile) -> None:
         """Forget a file. It is closed, and its space is free, when nobody holds it any more."""
@@ -243,7 +268,7 @@ class LogWriter:
         with self._lock:
             self.used_bytes += FILE_HEADER_NUM_BYTES
         try:
-            file = LogFile.create(self._disk, self.directory, self.next_number)
+            file = LogFile.create(self._disk, self._turn, self.next_number)
         except OSError:
             with self._lock:
                 self.used_bytes -= FILE_HEADER_NUM_BYTES
@@ -259,6 +284,6 @@ class LogWriter:
         self._unsynced.clear()
         counted_bytes = file.taken_bytes + reserved_bytes
         if not file.cut_back():
-            self._active = None
+            self._end_appending(file)
         with self._lock:
             self.used_bytes -= counted_bytes - file.taken_bytes

@@ -15,6 +15,7 @@ import stat
 import struct
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,10 +89,31 @@ def temporary_paths(directory: Path) -> list[Path]:
 
 def remove_index(disk: Disk, directory: Path) -> None:
     """Remove the index of the logs, which can be made again. Raises OSError."""
-    for name in INDEX_FILES:
+    _remove_files(disk, directory, INDEX_FILES)
+
+
+def join_another(disk: Disk, directory: Path) -> None:
+    """Make a directory one that has logs alone: what was cleared is noted in another one from now on.
+
+    If a daemon used it alone later, with old notes of clears, it would find what was cleared since. Durable
+    on return. Raises OSError.
+    """
+    _remove_files(disk, directory, (CLEARS_NAME, *INDEX_FILES))
+    disk.sync_directory(directory)
+
+
+def _remove_files(disk: Disk, directory: Path, names: Iterable[str]) -> None:
+    for name in names:
         path = directory / name
         if path.is_file() and not path.is_symlink():
             disk.unlink(path)
+
+
+def one_per_disk(directories: Iterable[Path]) -> list[Path]:
+    """One of the directories on each disk, or of what is there of their paths. Raises OSError."""
+    paths = (each.absolute() for each in directories)
+    there = (next(each for each in (path, *path.parents) if each.exists()) for path in paths)
+    return list({path.stat().st_dev: path for path in there}.values())
 
 
 def encode_file_header(number: int, file_id: int) -> bytes:

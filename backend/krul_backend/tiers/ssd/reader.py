@@ -75,6 +75,7 @@ class PieceReader:
     Args:
         disk: does the system calls.
         timeout_s: how long one piece may take.
+        num_disks: how many the files lie on; there are threads and buffers for each.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class PieceReader:
         timeout_s: float,
         num_threads: int = NUM_THREADS,
         piece_num_bytes: int = PIECE_NUM_BYTES,
+        num_disks: int = 1,
         clock: Clock = time.monotonic,
     ) -> None:
         self._disk = disk
@@ -91,7 +93,7 @@ class PieceReader:
         self._clock = clock
         # Guards all that follows, and the reads and pieces.
         self._changed = threading.Condition()
-        self._free = _make_buffers(piece_num_bytes)
+        self._free = _make_buffers(num_disks * _NUM_BUFFERS, piece_num_bytes)
         self._num_without_buffer = 0
         # Pieces that a thread is reading, and since when.
         self._started_s: dict[_Piece, float] = {}
@@ -101,7 +103,7 @@ class PieceReader:
         # Daemons: a disk that never answers must not keep the process from ending.
         self._threads = [
             threading.Thread(target=self._serve, name=f"ssd-read-{i}", daemon=True)
-            for i in range(num_threads)
+            for i in range(num_disks * num_threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -252,11 +254,11 @@ class PieceReader:
         self._disk.drop_cache(fd, offset, num_bytes)
 
 
-def _make_buffers(num_bytes: int) -> list[Bounce]:
+def _make_buffers(num_buffers: int, num_bytes: int) -> list[Bounce]:
     """Make the buffers in one mapping, of huge pages if possible: each read pins the pages of its buffer."""
-    mapping = mmap.mmap(-1, _NUM_BUFFERS * num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, num_buffers * num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A kernel without huge pages refuses; small pages work, too.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = memoryview(mapping)
-    return [whole[i * num_bytes : (i + 1) * num_bytes] for i in range(_NUM_BUFFERS)]
+    return [whole[i * num_bytes : (i + 1) * num_bytes] for i in range(num_buffers)]

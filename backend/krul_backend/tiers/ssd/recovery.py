@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from krul_backend.tiers.ssd.own_files import (
     CLEARS_MAGIC,
     CLEARS_NAME,
     FILE_HEADER_NUM_BYTES,
+    join_another,
     log_paths,
     read_stamp,
     taken_bytes,
@@ -178,26 +179,34 @@ class Recovered:
 
 
 class Recovery:
-    """Reads what is in the directory when a daemon starts: first the clears, later all log files.
+    """Reads what is in the directories when a daemon starts: first the clears, later all log files.
+
+    The first directory has the clears and the index; the others have logs alone, each on a disk of its own.
 
     ``clears`` is read by the constructor, so that further clears can be noted before and during the scan.
     ``sizes`` are what the log files take by number, all of which are below ``next_number``.
     ``can_punch`` is False if records do not lie in whole blocks of the file system.
 
     Raises:
-        DaemonError: the directory, or the file of clears in it, cannot be read or written.
+        DaemonError: a directory, or the file of clears in the first one, cannot be read or written.
     """
 
-    def __init__(self, disk: Disk, directory: Path) -> None:
+    def __init__(self, disk: Disk, directories: Sequence[Path]) -> None:
         self._disk = disk
-        self._directory = directory
+        self._directory, *others = directories
+        paths: dict[Path, int] = {}
         try:
-            for leftover in temporary_paths(directory):
-                disk.unlink(leftover)
-            self._paths = log_paths(directory)
+            for directory in directories:
+                for leftover in temporary_paths(directory):
+                    disk.unlink(leftover)
+                paths |= log_paths(directory)
+            for directory in others:
+                join_another(disk, directory)
+            directory = self._directory
+            self._paths = dict(sorted(paths.items(), key=lambda item: item[1]))
             self.clears = _load_clears(disk, directory, self._paths.values())
             self.sizes = {number: taken_bytes(path) for path, number in self._paths.items()}
-            self.can_punch = RECORD_ALIGN % disk.block_bytes(directory) == 0
+            self.can_punch = all(RECORD_ALIGN % disk.block_bytes(each) == 0 for each in directories)
         except OSError as error:
             raise DaemonError(
                 f"the SSD tier's directory {directory} cannot be read ({error}): start again if that may "
@@ -212,9 +221,10 @@ class Recovery:
         writing.
 
         Half-written ends of files are cut off. A file is removed only if it has the tier's header, and is of
-        another format, damaged, renamed or cleared. One that cannot be read stays for the next start; a file
-        without the header is somebody else's, and stays. ``go_on`` is called after each record; when it
-        returns False, the scan ends with None.
+        another format, damaged, renamed or cleared; or if it lies in another directory than the first, and
+        the index does not know it: clears that were made without it need not cover its number. One that
+        cannot be read stays for the next start; a file without the header is somebody else's, and stays.
+        ``go_on`` is called after each record; when it returns False, the scan ends with None.
 
         Raises:
             IndexOutdatedError: ``known`` is of other files.
@@ -222,6 +232,7 @@ class Recovery:
         files: list[LogFile] = []
         unread: dict[int, int] = {}
         reasons: list[str] = []
+        num_strange = 0
         try:
             for path, number in self._paths.items():
                 try:
@@ -231,7 +242,10 @@ class Recovery:
                         continue
                     if not stamp.is_usable_as(path):
                         logger.warning("removing %s: it is of format %d, or damaged", path, stamp.version)
-                    if not stamp.is_usable_as(path) or number < self.clears.all:
+                    is_known = known.files.get(number, (None,))[0] == stamp.file_id
+                    is_strange = path.parent != self._directory and not is_known
+                    if is_strange or not stamp.is_usable_as(path) or number < self.clears.all:
+                        num_strange += is_strange
                         self._disk.unlink(path)
                         continue
                     file = LogFile.open(self._disk, path, stamp)
@@ -249,6 +263,8 @@ class Recovery:
             if isinstance(error, _StoppedError):
                 return None
             raise
+        if num_strange:
+            logger.warning("removed %d log files that %s does not know", num_strange, self._directory)
         if reasons:
             logger.warning("left alone in %s: %s", self._directory, ", ".join(reasons))
         return Recovered(files, unread)

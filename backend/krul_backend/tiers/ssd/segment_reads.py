@@ -198,12 +198,15 @@ class SegmentReads:
     def cost(self) -> TierCost:
         return self._cost.current
 
-    def measure(self, disk: Disk, directory: Path, num_bytes: int) -> None:
-        """Write a file, read it, remove it; sets ``cost``. ``num_bytes`` is a multiple of 4096.
+    def measure(self, disk: Disk, directories: Sequence[Path], num_bytes: int) -> None:
+        """Write a file in each directory, read it, remove it; sets ``cost`` to that of the slowest.
 
-        Raises:
-            OSError: the disk failed.
+        ``num_bytes`` is a multiple of 4096. Raises OSError if a disk failed.
         """
+        costs = [self._measured(disk, directory, num_bytes) for directory in directories]
+        self._cost.set(max(costs, key=lambda cost: cost.load_s(num_bytes)))
+
+    def _measured(self, disk: Disk, directory: Path, num_bytes: int) -> TierCost:
         path = directory / "probe.tmp"
         fd = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
@@ -222,7 +225,7 @@ class SegmentReads:
         finally:
             disk.close(fd)
             disk.unlink(path)
-        self._cost.set(TierCost(statistics.median(small_s) / NUM_THREADS, all_s / num_bytes))
+        return TierCost(statistics.median(small_s) / NUM_THREADS, all_s / num_bytes)
 
     def read(self, reads: Sequence[TailRead], priority: Callable[[], ReadPriority] = of_a_load) -> None:
         """Read the ends of blocks; see ``LowerTier.fetch``.

@@ -174,6 +174,7 @@ class SegmentWrites:
                 with self._state.lock:
                     self._touch_page(item.manifest.model, item.manifest.parent_key)
             sizes = [segment_num_bytes(item.manifest, item.metadata) for item in items]
+            self._writer.take_turn(sum(sizes))
             for i, item in enumerate(items):
                 manifest = item.manifest
                 with self._state.lock:

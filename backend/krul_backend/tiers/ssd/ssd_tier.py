@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -28,9 +28,11 @@ from krul_backend.tiers.ssd.index import Entry, State, file_number_of, open_inde
 from krul_backend.tiers.ssd.log_file import LogFile
 from krul_backend.tiers.ssd.log_writer import LogWriter
 from krul_backend.tiers.ssd.own_files import (
+    CLEARS_NAME,
     FILE_HEADER_NUM_BYTES,
     DirectoryLock,
     format_directory,
+    one_per_disk,
     remove_index,
     remove_older_formats,
 )
@@ -59,6 +61,9 @@ class SsdTier(LowerTier):
     a ``match`` for ``read_timeout_s`` at most: no lock of the bookkeeping is held while a log is read.
 
     Args:
+        others: further directories, each on a disk of its own: their log files are written in turn with those
+            of ``directory``, and read at the same time. One of them that has the notes of clears takes its
+            place, so their order does not matter.
         capacity_bytes: how much all files together may take, at any moment.
         read_timeout_s: a fetch fails when one piece of some MiB takes longer.
         eviction: the order of eviction, ``value`` or ``lru``.
@@ -66,12 +71,12 @@ class SsdTier(LowerTier):
         clock: seconds, monotonic; for idle times and suspensions.
         max_queued_bytes: size of the segments that may wait to be written; further ones are refused.
         file_bytes: size of a log file; by default a 32nd of the capacity, at least 64 MiB or an eighth of it.
-        patience_s: how long to wait for another process to leave the directory.
+        patience_s: how long to wait for another process to leave a directory.
         page_filter: gets all pages that lie on the disk; it is not complete before.
 
     Raises:
         ConfigError: the capacity is too small.
-        DaemonError: the directory cannot be used, or another process uses it.
+        DaemonError: a directory cannot be used, or another process uses it.
     """
 
     name = "ssd"
@@ -81,6 +86,7 @@ class SsdTier(LowerTier):
         directory: Path,
         capacity_bytes: int,
         *,
+        others: Sequence[Path] = (),
         read_timeout_s: float = 1.0,
         eviction: str = "lru",
         disk: Disk | None = None,
@@ -103,32 +109,37 @@ class SsdTier(LowerTier):
         if page_filter is not None:
             page_filter.is_complete = False
             self.notes_pages = True
-        self._directory = format_directory(directory)
-        self._directory_lock = DirectoryLock(self._directory, patience_s)
-        try:
-            self._recovery = Recovery(disk, self._directory)
+        directories = [format_directory(each) for each in (directory, *others)]
+        directories.sort(key=lambda each: not (each / CLEARS_NAME).is_file())
+        self._directory, self._directories = directories[0], directories
+        with ExitStack() as stack:
+            for each in directories:
+                stack.callback(DirectoryLock(each, patience_s).release)
+            self._recovery = Recovery(disk, directories)
             self._index = open_index(disk, self._directory, capacity_bytes)
-        except BaseException:
-            self._directory_lock.release()
-            raise
+            self._locks = stack.pop_all()
+        state = self._index.load_state()
+        # Files that are not there now may come back: a clear must cover their numbers.
+        known = state.files if state is not None else ()
+        next_number = max(self._recovery.next_number, *(number + 1 for number in known), 1)
         lock, files = threading.Lock(), dict[int, LogFile]()
         catalog = Catalog(self._index, eviction, files, self._recovery.clears.is_cleared, lock)
         fullness = Suspension(f"{self.name}, writing only", clock)
         self._state = TierState(lock, catalog, Suspension(self.name, clock), fullness)
         self._disk = disk
-        self._reader = PieceReader(disk, read_timeout_s)
+        self._reader = PieceReader(disk, read_timeout_s, num_disks=len(directories))
         self._writer = LogWriter(
             disk,
-            self._directory,
+            directories,
             lock,
             files,
             file_bytes,
             self._recovery.can_punch,
             self._recovery.sizes,
-            self._recovery.next_number,
+            next_number,
             lambda punched: catalog.commit(place_of(*each) for each in punched),
         )
-        self.reads = ReadQueue(MAX_READS_AT_ONCE, f"krul-read-{self.name}")
+        self.reads = ReadQueue(MAX_READS_AT_ONCE * len(directories), f"krul-read-{self.name}")
         self._reads = SegmentReads(self._state, self._writer, self._reader, self.reads)
         self._room = Room(capacity_bytes, self._state, self._writer)
         try:
@@ -143,19 +154,19 @@ class SsdTier(LowerTier):
         )
 
     def _measure(self) -> None:
-        """Measure what reading costs, with a file that fits. Raises OSError."""
+        """Measure what reading costs, with files that fit. Raises OSError."""
         left_bytes = self._capacity_bytes - self._writer.used_bytes
-        disk_free_bytes = self._disk.free_bytes(self._directory)
-        if disk_free_bytes < left_bytes:
+        disk_free_bytes = [self._disk.free_bytes(each) for each in one_per_disk(self._directories)]
+        if sum(disk_free_bytes) < left_bytes:
             logger.warning(
-                "the SSD tier may still take %d bytes, but the file system of %s has only %d left",
+                "the SSD tier may still take %d bytes, but the file systems of %s have only %d left",
                 left_bytes,
-                self._directory,
-                disk_free_bytes,
+                ", ".join(map(str, self._directories)),
+                sum(disk_free_bytes),
             )
-        num_bytes = min(PROBE_NUM_BYTES, left_bytes // 2, disk_free_bytes // 2) // RECORD_ALIGN * RECORD_ALIGN
-        if num_bytes > 0:
-            self._reads.measure(self._disk, self._directory, num_bytes)
+        num_bytes = min(PROBE_NUM_BYTES, left_bytes // 2, min(disk_free_bytes) // 2)
+        if num_bytes >= RECORD_ALIGN:
+            self._reads.measure(self._disk, self._directories, num_bytes // RECORD_ALIGN * RECORD_ALIGN)
 
     def _open(self, go_on: Callable[[], bool]) -> bool:
         """Go on with what lies on the disk; see ``SegmentWrites``."""
@@ -180,8 +191,9 @@ class SsdTier(LowerTier):
                 if number not in writer.files and number not in found.unread:
                     catalog.lose_file(number)
         try:
-            self._disk.sync_directory(self._directory)
-            remove_older_formats(self._disk, self._directory.parent)
+            for each in self._directories:
+                self._disk.sync_directory(each)
+                remove_older_formats(self._disk, each.parent)
             # The cap may be smaller than it was when the files were written.
             self._room.make(0)
             writer.commit()
@@ -500,7 +512,7 @@ class SsdTier(LowerTier):
             self._writer.close()
             with self._state.lock:
                 self._index.close()
-            self._directory_lock.release()
+            self._locks.close()
         else:
             # The write may still reach the disk: the directory stays locked until this process ends.
             logger.error("the SSD tier was closed while a write to %s hangs", self._directory)
