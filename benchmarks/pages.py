@@ -19,6 +19,7 @@ import orjson
 from benchmarks import codec, multiturn, overlap, scale, support
 from benchmarks.launches import __main__ as launches
 from benchmarks.load import rows as load
+from benchmarks.measured_code import remark
 from benchmarks.quality import result as quality
 from benchmarks.runner import Result
 from benchmarks.serving import tables as serving
@@ -35,6 +36,7 @@ CONFIGURATION = ROOT / "docs" / "configuration.md"
 ONLY_IN_README = ("load-summary", "overlap-summary")
 TABLES_OF_README = ("demo", *ONLY_IN_README)
 TABLES_OF_GPU = ("launches", "timeline")
+SOURCE = re.compile(r"(Source: \[`([^`]+)`\]\([^)]+\))[^.]*\.")
 DEMO_RESULT = RESULTS / "demo-cpu.json"
 DEMO_FIGURE = "docs/figures/demo.png"
 
@@ -162,6 +164,13 @@ def render(page: str, parts: Mapping[str, str]) -> str:
     return page
 
 
+def with_remarks(page: str) -> str:
+    """``page`` with a remark after each source of a table whose code has changed since."""
+    return SOURCE.sub(
+        lambda found: f"{found[1]}{remark(orjson.loads((RESULTS / found[2]).read_bytes()))}.", page
+    )
+
+
 def pages() -> dict[Path, str]:
     """Every page with generated parts, as it should be."""
     made = tables()
@@ -174,9 +183,9 @@ def pages() -> dict[Path, str]:
     of_docs["demo"] = of_docs["demo"].replace("](docs/", "](")
     of_gpu = {name: of_docs.pop(name) for name in TABLES_OF_GPU}
     return {
-        README: render(README.read_text(encoding="utf-8"), of_readme),
-        MEASURED: render(MEASURED.read_text(encoding="utf-8"), of_docs),
-        GPU: render(GPU.read_text(encoding="utf-8"), of_gpu),
+        README: with_remarks(render(README.read_text(encoding="utf-8"), of_readme)),
+        MEASURED: with_remarks(render(MEASURED.read_text(encoding="utf-8"), of_docs)),
+        GPU: with_remarks(render(GPU.read_text(encoding="utf-8"), of_gpu)),
         CONFIGURATION: configuration_page(),
         support.PAGE: support.page(),
     }

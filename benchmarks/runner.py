@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured_code import code_of
 from demo import environment
 from demo.summary import quantiles, write_result
 from krul_backend.errors import KrulError
@@ -102,6 +103,7 @@ def about(data: Path | None = None) -> dict[str, Any]:
         command = command.replace(str(data), data.name)
     return {
         "git_revision": environment.git_revision(),
+        "code": code_of(command),
         "versions": environment.versions(PACKAGES),
         "machine": environment.machine(),
         "command": command,

@@ -91,4 +91,4 @@ def source(path: Path | None) -> str:
     if not path.is_relative_to(ROOT):
         return f"Source: `{path}`."
     name = path.relative_to(ROOT)
-    return f"Source: [`{name}`]({name})."
+    return f"Source: [`{path.name}`]({name})."

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 
-def versions(packages: Sequence[str] = ("torch", "sglang")) -> dict[str, str]:
+def versions(packages: Sequence[str]) -> dict[str, str]:
     """Versions of Python, krul and the packages that influence a result."""
     found = {name: metadata.version(name) for name in packages}
     from krul_sglang import __version__

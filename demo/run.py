@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +13,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from benchmarks.runner import about
 from demo import environment
 from demo.conversations import Conversation
 from demo.player import Answers, Player, play_order
@@ -92,12 +91,9 @@ class DemoResult:
             "summary": {**asdict(self.summary), "passed": self.summary.passed, "verdict": self.verdict},
             "rounds": [asdict(each) for each in make_rounds(self.rows)],
             "configuration": config,
-            "command": environment.without_cwd(shlex.join(sys.argv)),
             "server_commands": commands,
             "krul": self.krul_states,
-            "git_revision": environment.git_revision(),
-            "versions": environment.versions(),
-            "machine": environment.machine(),
+            **about(),
             "timestamp": self.timestamp,
         }
 

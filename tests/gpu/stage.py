@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measured_code import code_of
 from demo.environment import git_revision
 from krul_backend.device import Device
 from krul_sglang.json_file import write_json
@@ -103,6 +104,7 @@ def _device_name(setting: Setting) -> str:
 def _environment(setting: Setting) -> dict[str, Any]:
     return {
         "git_revision": git_revision(),
+        "code": code_of("tests.gpu"),
         "device": _device_name(setting),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from benchmarks import runner
+from benchmarks.measured_code import PARTS, digest
 from benchmarks.runner import PACKAGES, Result, names, numbers, without_samples
 from benchmarks.tables import RESULTS, Columns, cell, ms, plain_table, quartiles, source, table_of
 from demo.summary import quantiles
@@ -39,7 +40,7 @@ def test_a_run_is_written_with_what_describes_it_and_its_summary_is_shown(
     raw, summary = (orjson.loads((tmp_path / name).read_bytes()) for name in ("raw.json", "out.json"))
     assert (raw["rows"], summary["rows"]) == ([1, 2], [])
     assert set(PACKAGES) < set(summary["versions"])
-    assert {"git_revision", "machine", "command", "duration_s"} < set(summary)
+    assert {"git_revision", "code", "machine", "command", "duration_s"} < set(summary)
 
 
 def test_a_user_s_error_is_one_line_and_nothing_is_written(
@@ -90,7 +91,9 @@ def test_shared_options_have_the_defaults_of_the_benchmark(tmp_path: Path) -> No
 
 def test_the_folder_of_data_is_left_out_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.orig_argv", ["python", "-m", "benchmarks.load", "--data", "/a/b/texts"])
-    assert runner.about(Path("/a/b/texts"))["command"] == "python -m benchmarks.load --data texts"
+    found = runner.about(Path("/a/b/texts"))
+    assert found["command"] == "python -m benchmarks.load --data texts"
+    assert found["code"] == digest(PARTS["benchmarks.load"])
 
 
 def test_an_interpreter_elsewhere_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +141,7 @@ def test_a_table_has_a_line_for_each_row_and_a_dash_for_what_is_missing() -> Non
 def test_a_source_is_a_link_only_within_the_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = "Source: [`benchmarks/results/load-cpu.json`](benchmarks/results/load-cpu.json)."
+    link = "Source: [`load-cpu.json`](benchmarks/results/load-cpu.json)."
     assert source(RESULTS / "load-cpu.json") == link
     monkeypatch.chdir(RESULTS)
     assert source(Path("load-cpu.json")) == link

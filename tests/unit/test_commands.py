@@ -18,6 +18,7 @@ import pytest
 import typer
 
 from benchmarks import runner
+from demo.app import app as demo
 from krul_backend.daemon.cli.app import app as backend
 from krul_sglang.cli.app import app as frontend
 from krul_sglang.config import FLAG, KrulConfig
@@ -47,12 +48,8 @@ RESULTS = {
     path.name: orjson.loads(path.read_bytes()).get("command")
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 }
-MODULES = {
-    name: tuple(shlex.split(command))
-    for name, command in RESULTS.items()
-    if "-m benchmarks." in (command or "")
-}
-"""The commands of results that a benchmark has written."""
+MODULES = {name: tuple(shlex.split(command)) for name, command in RESULTS.items() if command is not None}
+"""The commands of results that a benchmark or the demo has written."""
 
 
 def take(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +70,8 @@ def take(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SystemExit) as ended:
             runpy.run_module(arguments[1], run_name="__main__")
         assert ended.value.code == 0, words
+    elif arguments[1] == "demo":
+        typer.main.get_command(demo).make_context("demo", arguments[2:])
     else:
         assert importlib.util.find_spec(arguments[1]) is not None
     if FLAG in arguments:
@@ -106,6 +105,7 @@ def test_pages_have_commands() -> None:
         "krul-backend stats --curve-dir keys",
         "make coffee",
         "python -m benchmarks.serving --histories 40",
+        "python -m demo --histories 40",
         f"python -m sglang.launch_server {FLAG} '{{}}'".replace("{}", '{"strategie": "krul"}'),
     ],
 )

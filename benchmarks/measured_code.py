@@ -1,0 +1,84 @@
+"""Tells whether the code that decides a result has changed since the result was measured, by its digest."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from benchmarks.tables import ROOT, Row
+
+
+def _parts(own: str, backend: str) -> tuple[str, ...]:
+    return (*own.split(), *(f"backend/krul_backend/{name}" for name in backend.split()))
+
+
+_CODEC = "codec attention machine_code.py"
+_TIERS = "tiers store daemon/client daemon/protocol daemon/server"
+_TIERS_USE = "segment.py free_extents.py memory.py numa.py"
+_SERVERS = ("krul_sglang", "backend/krul_backend", "demo", "benchmarks/serving", "benchmarks/planners.py")
+_QUALITY = "benchmarks/quality benchmarks/baselines.py benchmarks/variants.py reference_model"
+_LEARNING = "krul_sglang/learning krul_sglang/engine/budget/coarse.py"
+_SIMULATION = "benchmarks/simulate benchmarks/planners.py krul_sglang/sizing/on_paper.py"
+_LAUNCHES = "benchmarks/launches krul_sglang/engine krul_sglang/adapter/head_attention.py"
+PARTS = {
+    "benchmarks.codec": _parts("benchmarks/codec.py krul_sglang/learning/reader.py", _CODEC),
+    "benchmarks.quality": _parts(f"{_QUALITY} {_LEARNING}", f"{_CODEC} strategy"),
+    "benchmarks.tiers": _parts("benchmarks/tiers", f"{_TIERS} {_TIERS_USE}"),
+    "benchmarks.scale": _parts("benchmarks/scale.py benchmarks/tiers", f"{_TIERS} {_TIERS_USE}"),
+    "benchmarks.simulate": _parts(_SIMULATION, "planner codec strategy"),
+    "benchmarks.launches": _parts(_LAUNCHES, f"{_CODEC} triton_rows.py device.py"),
+    "benchmarks.overlap": ("benchmarks/overlap.py", *_SERVERS),
+    "benchmarks.serving": _SERVERS,
+    "benchmarks.multiturn": ("benchmarks/multiturn.py", *_SERVERS),
+    "benchmarks.load": ("benchmarks/load", *_SERVERS),
+    "demo": ("krul_sglang", "backend/krul_backend", "demo"),
+    "tests.gpu": ("krul_sglang", "backend/krul_backend", "tests/gpu"),
+}
+"""Files and folders that decide what a program measures: its own, and the parts of the product it uses."""
+
+
+def digest(paths: Iterable[str], root: Path = ROOT) -> str:
+    """8 hex digits of the Python code in files and folders below ``root``, without comments, documentation
+    and formatting. The paths of the files count."""
+    found = (root / path for path in paths)
+    files = {file for path in found for file in ([path] if path.is_file() else path.rglob("*.py"))}
+    lines = (f"{file.relative_to(root).as_posix()} {_of_code(file.read_text())}\n" for file in sorted(files))
+    return sha256("".join(lines).encode()).hexdigest()[:8]
+
+
+@cache
+def _of_code(text: str) -> str:
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list):
+                kept = [each for each in block if not _is_documentation(each)]
+                setattr(node, name, kept or [ast.Pass()] if name == "body" else kept)
+    return sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def _is_documentation(node: ast.AST) -> bool:
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def code_of(command: str) -> str | None:
+    """The digest of the code that decides what this command measures; None if it measures nothing."""
+    program = re.search(r"benchmarks\.\w+|\bdemo\b|tests\.gpu", command)
+    return digest(PARTS[program[0]]) if program and program[0] in PARTS else None
+
+
+def remark(result: Row) -> str:
+    """What is to be said of a result after its source: nothing if the code is as it was measured.
+
+    A result without a command is one of ``python -m tests.gpu``.
+    """
+    if "code" not in result:
+        return "; measured with earlier code"
+    is_same = result["code"] == code_of(result.get("command", "tests.gpu"))
+    return "" if is_same else "; the code has changed since"
