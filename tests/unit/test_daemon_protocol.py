@@ -314,16 +314,22 @@ def test_models_headers_and_manifests_come_back_as_they_were() -> None:
         sent.manifest.manifest(MODEL, token_ids[:-1])
 
 
-@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=50))
-def test_token_ids_come_back_as_they_were(token_ids: list[int]) -> None:
+@pytest.mark.parametrize("num_bytes", [4, 8])
+@given(data=st.data())
+def test_token_ids_come_back_as_they_were(num_bytes: int, data: st.DataObject) -> None:
+    bits = 8 * num_bytes - 1
+    token_ids = data.draw(st.lists(st.integers(-(1 << bits), (1 << bits) - 1), max_size=50))
     frame = encode_token_ids(np.array(token_ids, dtype=np.int64))
-    assert len(frame) == 8 * len(token_ids)
-    assert decode_token_ids(frame).tolist() == token_ids
+    is_small = all(-(1 << 31) <= each < 1 << 31 for each in token_ids)
+    assert len(frame) == 1 + (4 if is_small else 8) * len(token_ids)
+    found = decode_token_ids(frame)
+    assert (found.tolist(), found.dtype) == (token_ids, np.int64)
 
 
-def test_a_part_of_a_token_id_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="got 5 bytes"):
-        decode_token_ids(b"12345")
+@pytest.mark.parametrize("frame", [b"", b"\x04123", b"\x081234", b"\x061234567890ab", b"\x00"])
+def test_a_part_of_a_token_id_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError, match=f"got {len(frame)} bytes"):
+        decode_token_ids(frame)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Messages as bytes of a stream.
 
-A message is two lengths (unsigned, 32 bits, little endian), JSON of the first length, and token ids (int64,
-little endian) of the second one, in bytes. Only requests whose type says so have token ids. The field ``op``
+A message is two lengths (unsigned, 32 bits, little endian), JSON of the first length, and token ids of the
+second one, in bytes: a byte that says how many bytes each has, 4 or 8, then they (signed, little endian).
+Only requests whose type says so have token ids. The field ``op``
 of a request says what it asks for; that of a reply is ``reply`` or ``error``.
 """
 
@@ -61,7 +62,10 @@ def encode(message: Request[Any] | Reply[Any] | ErrorReply) -> bytes:
 
 
 def encode_token_ids(token_ids: TokenIds) -> bytes:
-    return np.ascontiguousarray(token_ids, dtype="<i8").tobytes()
+    narrow = token_ids.astype("<i4")
+    # Those of images and sounds are hashes, which may be larger.
+    ids = narrow if np.array_equal(narrow, token_ids) else token_ids.astype("<i8")
+    return bytes((ids.itemsize,)) + ids.tobytes()
 
 
 def pack(frame: bytes, token_ids: bytes = b"") -> bytes:
@@ -157,10 +161,11 @@ def decode_envelope(frame: bytes) -> tuple[int, int] | None:
 
 
 def decode_token_ids(frame: bytes) -> TokenIds:
-    """int64 ``[n]``, a read-only view of the frame. Raises ProtocolError if a token id is cut off."""
-    if len(frame) % 8:
-        raise ProtocolError(f"expected token ids of 8 bytes, got {len(frame)} bytes")
-    return np.frombuffer(frame, dtype="<i8")
+    """int64 ``[n]``. Raises ProtocolError if a token id is cut off, or has neither 4 nor 8 bytes."""
+    num_bytes = frame[0] if frame else 0
+    if num_bytes not in (4, 8) or (len(frame) - 1) % num_bytes:
+        raise ProtocolError(f"expected token ids of 4 or 8 bytes, got {len(frame)} bytes of them")
+    return np.frombuffer(frame, f"<i{num_bytes}", offset=1).astype(np.int64)
 
 
 @functools.cache

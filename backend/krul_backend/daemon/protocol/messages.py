@@ -32,7 +32,7 @@ from krul_backend.tiers.common.interface import (
     StoreStats,
 )
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_FRAME_BYTES = 64 << 20
 """Of the JSON of a message, and of its token ids."""
 MAX_PAGES = 1_000_000

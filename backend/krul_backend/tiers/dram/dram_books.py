@@ -290,10 +290,14 @@ class DramBooks:
         if pinned_s and fuller.is_indexed:
             self.pins.pin(fuller, pinned_s)
 
-    def touch_pages(self, model: ModelIdentity, page_keys: Sequence[str]) -> None:
-        """Note a use of all that is stored of these pages, and of what they continue."""
+    def touch_pages(
+        self, model: ModelIdentity, page_keys: Sequence[str], found: Sequence[StoredSegment]
+    ) -> None:
+        """Note a use of all that is stored of these pages, and of what they continue; a lookup has ``found``
+        them in these segments."""
         for index in (self.index, self.fast_copies):
-            held = index.segments_of(model, page_keys)
+            has_all = all(self.index_of(segment) is index for segment in found)
+            held = found if has_all else index.segments_of(model, page_keys)
             if held:
                 self.touch([*index.path_to(held[0]), *held[1:]])
 

@@ -160,8 +160,9 @@ class HostStore:
                 books.counters.lookups += 1
                 books.counters.hit_pages += num_pages
                 books.counters.missed_pages += len(keys) - num_pages
-                books.note_found(run.segment for run in match.runs)
-                books.touch_pages(model, keys[:num_pages])
+                found = [run.segment for run in match.runs]
+                books.note_found(found)
+                books.touch_pages(model, keys[:num_pages], found)
         if match.is_contradicted:
             logger.warning(
                 "a stored page has the key, but not the tokens or the position, of a request's page"
