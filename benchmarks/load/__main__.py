@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "--configurations",
         type=names,
         default=[*CONFIGURATIONS],
-        help=", ".join([*CONFIGURATIONS, "compressed:SHARE"]),
+        help=", ".join([*CONFIGURATIONS, "native:SHARE", "compressed:SHARE"]),
     )
     add("--blocks", type=int, default=2, help="how often each of them runs (2)")
     add("--users", type=numbers, default=[8], help="users side by side, one number or several (8)")

@@ -36,6 +36,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "recompute": ("recompute", {}),
     "device": ("device", {}),
     "native": ("native", {}),
+    "native-tenth": ("native", {"host_share": 0.1}),
     "compressed": ("compressed", {"host_share": 0.1}),
     "compressed-all-memory": ("compressed", {}),
 }
@@ -43,7 +44,8 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def find_configuration(name: str) -> tuple[str, dict[str, Any]]:
-    """One of ``CONFIGURATIONS``, or ``compressed:SHARE`` with host memory for that share of native KV.
+    """One of ``CONFIGURATIONS``, or ``native:SHARE`` or ``compressed:SHARE``: with host memory for that share
+    of native KV.
 
     Raises:
         ServingBenchmarkError: there is none of that name.
@@ -52,13 +54,13 @@ def find_configuration(name: str) -> tuple[str, dict[str, Any]]:
     try:
         return (
             (server, {"host_share": float(share)})
-            if server == "compressed" and share
+            if server in ("native", "compressed") and share
             else CONFIGURATIONS[name]
         )
     except (KeyError, ValueError):
         accepted = ", ".join(CONFIGURATIONS)
         raise ServingBenchmarkError(
-            f"--configurations: no {name}; accepted are {accepted}, compressed:SHARE"
+            f"--configurations: no {name}; accepted are {accepted}, native:SHARE, compressed:SHARE"
         ) from None
 
 

@@ -314,5 +314,6 @@ def test_a_server_that_fails_ends_the_run_and_what_was_measured_stays(
 
 def test_every_configuration_has_a_server_and_compressed_has_little_memory() -> None:
     assert CONFIGURATIONS["compressed"] == ("compressed", {"host_share": 0.1})
+    assert CONFIGURATIONS["native-tenth"] == ("native", {"host_share": 0.1})
     for server, _ in CONFIGURATIONS.values():
         configuration(servers=(server,))
