@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 50_070),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 16_020),
+    "product": (PRODUCT, 50_080),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 16_029),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_195,
@@ -29,7 +29,7 @@ LIMITS = {
     ),
     "demo": (("demo",), 1_910),
     "benchmarks": (("benchmarks",), 10_630),
-    "tests": (("tests",), 67_041),
+    "tests": (("tests",), 67_042),
     "tests/support": (("tests/support",), 6_500),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
