@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 def switch_off() -> None:
     """Take the prefetch out of this process."""
-    from krul_sglang.adapter.linker_wrapper import KrulLinkerWrapper
+    from krul_sglang.adapter.look_ahead import LookAhead
 
-    def look_ahead(self: KrulLinkerWrapper, queue: Iterable[Any]) -> None:
+    def look_up(self: LookAhead, queue: Iterable[Any]) -> None:
         pass
 
-    patch.object(KrulLinkerWrapper, "look_ahead", look_ahead).start()
+    patch.object(LookAhead, "look_up", look_up).start()
 
 
 # SGLang's processes are spawned: each imports the module that the first one was started with.

@@ -334,7 +334,7 @@ def look_ahead(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if runtime is not None:
         runtime.gate.has_queue = bool(scheduler.waiting_queue)
         with runtime.linker.steps.hooks:
-            runtime.cache.linker.look_ahead(scheduler.waiting_queue)
+            runtime.cache.look_ahead.look_up(scheduler.waiting_queue)
     return result
 
 

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from krul_sglang.adapter.linker import KrulLinker
 from krul_sglang.adapter.linker_wrapper import KrulLinkerWrapper
+from krul_sglang.adapter.look_ahead import LookAhead
 from krul_sglang.adapter.request_spans import RequestSpans
 from krul_sglang.engine.capture import QueryCapture
 from krul_sglang.engine.save import owner_of
@@ -33,6 +34,7 @@ class KrulRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def init_cache_linker(self, cache_linker: KrulLinker) -> None:
         self.linker = KrulLinkerWrapper(self, cache_linker)
+        self.look_ahead = LookAhead(self, cache_linker)
         # SGLang compiles how it names pages at the first use, which takes seconds: not at the first request.
         get_storage_hash_str(RadixKey(array("q", [0])), None, page_size=1)
         spans = RequestSpans.if_traced(cache_linker.tp_rank)

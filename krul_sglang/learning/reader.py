@@ -40,9 +40,6 @@ BARE_MODELS = ("nemotron_h",)
 
 _NAME = "krul_capture"
 
-States = tuple[torch.Tensor, ...]
-"""What a layer without KV hands from a history to the tokens after it: of a convolution, of a recurrence."""
-
 OnLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 """``(layer, queries [R, H, D], keys [T, Hkv, D], values [T, Hkv, D], scaling)`` of the first sequence."""
 
@@ -86,6 +83,10 @@ class History:
 
     layers: Sequence[LayerKV]
     attention: torch.Tensor
+
+
+class States(tuple[torch.Tensor, ...]):
+    """What a layer without KV hands on from a history: the states of a convolution, of a recurrence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +179,7 @@ class TextReader:
         left = self._passed(hidden, cache).cpu()
         (layer,) = cache.layers
         states = (*layer.conv_states.values(), *layer.recurrent_states.values())
-        return left, tuple(state.cpu() for state in states if state is not None), torch.empty(0)
+        return left, States(state.cpu() for state in states if state is not None), torch.empty(0)
 
     def _read_layer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, LayerKV, torch.Tensor]:
         """What leaves the layer that is here when the hidden states of a text enter it; its KV, and the
@@ -208,14 +209,13 @@ class TextReader:
             found = []
             with self._only(layer):
                 for number, text in enumerate(texts):
-                    before = text.before[layer]
-                    if not isinstance(before, tuple):
+                    before, entering = text.before[layer], self._leaf(text.inputs[layer])
+                    if not isinstance(before, States):
                         before = LayerKV(self._leaf(before.k.float()), self._leaf(before.v.float()))
-                    entering = self._leaf(text.inputs[layer])
                     left, gradient = self._after(before, entering), gradients[number]
                     torch.autograd.backward(left, gradient.to(left.device))
                     gradients[number] = _gradient(entering).cpu()
-                    if not isinstance(before, tuple):
+                    if not isinstance(before, States):
                         found.append(self._weighed(text.history, self.layer_ids.index(layer), before))
             logger.info("weighed errors in layer %d of %d", layer + 1, self._num_model_layers)
             if found:
@@ -239,7 +239,7 @@ class TextReader:
             befores = []
             for text, replaced in texts:
                 own = text.before[layer]
-                befores += [own, own if isinstance(own, tuple) else replaced(self.layer_ids.index(layer))]
+                befores += [own, own if isinstance(own, States) else replaced(self.layer_ids.index(layer))]
             with self._only(layer):
                 hidden = [
                     self._after(before, entering).cpu()
@@ -276,7 +276,7 @@ class TextReader:
     def _after(self, before: LayerKV | States, hidden: torch.Tensor) -> torch.Tensor:
         """What leaves the layer that is here when ``hidden [T, any]`` enters it, after the KV or the states
         ``before``."""
-        if not isinstance(before, tuple):
+        if not isinstance(before, States):
             return self._passed(hidden, dynamic_cache(self._model, [before]))
         copies = [state.to(self._model.device, copy=True) for state in before]
         return self._passed(hidden, _cache_of_states(copies))

@@ -23,8 +23,9 @@ from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.boundary_states import BoundaryStates, StateSlot
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.common.transfer_gate import TransferGate
-from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun, LeaseFinder, find_boundaries
+from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun
 from krul_sglang.engine.restore.layer_waits import LayerWaits
+from krul_sglang.engine.restore.lease_questions import LeaseFinder, find_boundaries
 from krul_sglang.engine.restore.load_batch import LoadBatch, LoadFailedError
 from krul_sglang.engine.restore.loading import LayerWiseLoader
 from krul_sglang.engine.restore.state_loads import NoStateError, StateLoads

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from krul_backend.daemon.protocol.frames import Inbox, pack
+from krul_backend.daemon.protocol.runtime_dir import is_own_user
 from krul_backend.daemon.server import connections
-from krul_backend.daemon.server.connections import SILENCE_S, Connection, Connections, is_own_user
+from krul_backend.daemon.server.connections import SILENCE_S, Connection, Connections
 from krul_backend.errors import DaemonError, ProtocolError
 
 MESSAGE = pack(b"{}")
@@ -104,7 +105,7 @@ def test_the_socket_is_private_and_nobody_elses(served: Served) -> None:
 def test_only_the_own_user_is_let_in(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_own_user(os.geteuid())
     assert not is_own_user(os.geteuid() + 1)
-    monkeypatch.setattr(connections.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with served.connect() as peer:
         assert peer.recv(1) == b""
     assert len(served.connections) == 0

@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from krul_sglang.adapter import linker_wrapper
-from krul_sglang.adapter.linker_wrapper import MAX_LOOKED_UP_AHEAD, KrulLinkerWrapper, _PathEnd, _PendingTurn
-from krul_sglang.engine.save.turn import Turn
-from tests.support.segment_builders import MODEL
+from krul_sglang.adapter import look_ahead
+from krul_sglang.adapter.look_ahead import MAX_LOOKED_UP_AHEAD, LookAhead, _PathEnd
 
 POOL_TOKENS = 1000
 
@@ -40,19 +37,20 @@ class Queue:
 
     def __init__(self) -> None:
         self.looked_up: list[str] = []
-        self.wrapper: Any = KrulLinkerWrapper.__new__(KrulLinkerWrapper)
         self.released: list[str] = []
-        self.wrapper.cache = SimpleNamespace(
+        self.cache = SimpleNamespace(
             token_to_kv_pool_allocator=SimpleNamespace(size=POOL_TOKENS), page_size=4
         )
         self.offloader = SimpleNamespace(encoder=SimpleNamespace(lacks_room=False))
-        self.wrapper.cache_linker = SimpleNamespace(
-            returning=Returning(), end_lease=self.released.append, offloader=self.offloader
+        self.returning = Returning()
+        linker: Any = SimpleNamespace(
+            returning=self.returning, end_lease=self.released.append, offloader=self.offloader
         )
+        self.look_ahead = LookAhead(self.cache, linker)
 
     def request(self, rid: str, num_tokens: int) -> Any:
         def look_up(cache: Any, *, cow_mamba: bool) -> None:
-            assert cache is self.wrapper.cache
+            assert cache is self.cache
             self.looked_up.append(rid)
 
         ids = list(range(num_tokens))
@@ -62,14 +60,12 @@ class Queue:
 
     def stored(self, token_ids: Sequence[int]) -> None:
         """A turn of pages of 4 tokens has been stored."""
-        turn = Turn([], np.asarray(token_ids, dtype=np.int64), torch.arange(len(token_ids)), [], model=MODEL)
-        self.wrapper.pending_offloads = [_PendingTurn(SimpleNamespace(turn=turn), None, len(token_ids))]
-        self.wrapper.commit_completed_offloads([True])
+        self.look_ahead.note_stored(np.asarray(token_ids, dtype=np.int64))
 
     def round(self, *sizes: tuple[str, int]) -> Sequence[str]:
         """A scheduling round that leaves these requests waiting; returns which are looked up."""
         self.looked_up.clear()
-        self.wrapper.look_ahead([self.request(rid, num_tokens) for rid, num_tokens in sizes])
+        self.look_ahead.look_up([self.request(rid, num_tokens) for rid, num_tokens in sizes])
         return tuple(self.looked_up)
 
 
@@ -80,7 +76,7 @@ def test_each_is_looked_up_once_in_the_order_of_the_queue() -> None:
     assert queue.round(*waiting[:4]) == ()
     queue.offloader.encoder.lacks_room = True
     assert queue.round(*waiting) == ("e",)
-    assert queue.wrapper.cache_linker.returning.num_given_back == 1
+    assert queue.returning.num_given_back == 1
 
 
 def test_the_next_four_are_looked_up_again_when_the_queue_moves() -> None:
@@ -168,7 +164,7 @@ def test_many_that_come_at_once_are_looked_up_in_several_rounds() -> None:
 
 
 def test_few_long_prompts_are_looked_up_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linker_wrapper, "MAX_LOOKED_UP_TOKENS", 250)
+    monkeypatch.setattr(look_ahead, "MAX_LOOKED_UP_TOKENS", 250)
     queue = Queue()
     waiting = [("a", 300), ("b", 100), ("c", 100), ("d", 100), ("e", 10)]
     assert queue.round(*waiting) == ("a",)

@@ -70,6 +70,8 @@ class BusyTree:
         self.cache: Any = KrulRadixCache.__new__(KrulRadixCache)
         self.linker: Any = KrulLinkerWrapper.__new__(KrulLinkerWrapper)
         self.cache.linker, self.linker.cache = self.linker, self.cache
+        self.stored: list[int] = []
+        self.cache.look_ahead = SimpleNamespace(note_stored=lambda ids: self.stored.append(len(ids)))
         self.cache.root_node_handle = lambda extra_key: None
         self.cache._all_reduce_attn_groups = lambda *args: None
         self.cache.tree_core = SimpleNamespace(
@@ -152,7 +154,7 @@ def test_turns_are_submitted_as_they_end_and_lock_nothing(busy: BusyTree) -> Non
     assert busy.pending == ["a", "b", "c"]
     busy.linker.commit_completed_offloads([True, False])
     assert busy.pending == ["c"]
-    assert [end.num_tokens for end in busy.linker._stored_ends] == [40 * PAGE]
+    assert busy.stored == [40 * PAGE]
 
 
 def test_the_token_after_a_turn_names_its_last_page_in_a_tree_of_pairs(busy: BusyTree) -> None:

@@ -17,7 +17,7 @@ from krul_backend.tiers.common.interface import Prefetched
 from krul_sglang.engine.common.asking import AskingThread, DaemonPatience
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
-from krul_sglang.engine.restore import held_lease, returning_requests
+from krul_sglang.engine.restore import lease_questions, returning_requests
 from krul_sglang.engine.restore.held_lease import MAX_RENEW_INTERVAL_S, RENEW_INTERVAL_S, HeldLease
 from krul_sglang.engine.restore.returning_request import Prompt, State
 from krul_sglang.engine.restore.returning_requests import RETRY_MISS_S, RETRY_PREFETCH_S, ReturningRequests
@@ -807,7 +807,7 @@ def moved_run(first: int, end: int) -> MovedRun:
 def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
     rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_lease, "RECOMPUTED_TOKENS", 4)
+    monkeypatch.setattr(lease_questions, "RECOMPUTED_TOKENS", 4)
     waiting = requests_on(rig, clock)
     keys = page_keys("new", 0, 20)
     put_in_dram(rig, "new", 0, 3)
@@ -844,7 +844,7 @@ def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
 def test_a_moved_run_is_not_held_if_its_head_may_not_be_computed_at_once(
     rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch, num_spare_tokens: int, brings_more: bool
 ) -> None:
-    monkeypatch.setattr(held_lease, "RECOMPUTED_TOKENS", 4)
+    monkeypatch.setattr(lease_questions, "RECOMPUTED_TOKENS", 4)
     waiting = requests_on(rig, clock, max_head_tokens=10 + RECOMPUTED_TOKENS + num_spare_tokens)
     put_in_dram(rig, "new", 0, 3)
     put_in_dram(rig, "old", 5, 12)
@@ -857,7 +857,7 @@ def test_a_moved_run_is_not_held_if_its_head_may_not_be_computed_at_once(
 def test_a_moved_run_is_looked_for_although_the_first_page_is_stored_nowhere(
     rig: Rig, knowing: ReturningRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_lease, "RECOMPUTED_TOKENS", 4)
+    monkeypatch.setattr(lease_questions, "RECOMPUTED_TOKENS", 4)
     put_in_dram(rig, "old", 5, 12)
     keys = page_keys("new", 0, 20)
     assert look_up(knowing, "r", keys, lambda num_found: moved_run(5, 14)) > 0
@@ -870,7 +870,7 @@ def test_a_moved_run_is_looked_for_although_the_first_page_is_stored_nowhere(
 def test_a_moved_run_comes_to_dram_while_its_request_waits(
     rig: Rig, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_lease, "RECOMPUTED_TOKENS", 4)
+    monkeypatch.setattr(lease_questions, "RECOMPUTED_TOKENS", 4)
     waiting = requests_on(rig, clock)
     keys = page_keys("new", 0, 20)
     put_below(rig.ssd, "old", 5, 9)

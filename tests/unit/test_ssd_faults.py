@@ -13,7 +13,7 @@ import pytest
 
 from krul_backend.errors import TierReadError
 from krul_backend.tiers.common.interface import block_checksums
-from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
+from krul_backend.tiers.common.tier_health import FIRST_PAUSE_S
 from krul_backend.tiers.ssd import segment_writes
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import (

@@ -13,8 +13,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.common.page_filter import DIGEST_BYTES
+from krul_backend.tiers.common.tier_health import FIRST_PAUSE_S
 from krul_backend.tiers.ssd.index import Entry, IndexChange, SegmentIndex, place_of
 from krul_backend.tiers.ssd.own_files import INDEX_FILES, format_directory
 from krul_backend.tiers.ssd.ssd_tier import SsdTier

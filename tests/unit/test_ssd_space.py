@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.interface import Checksums, block_checksums
-from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.common.page_index import PageRun
+from krul_backend.tiers.common.tier_health import FIRST_PAUSE_S
 from krul_backend.tiers.ssd import room
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import (

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from krul_backend.errors import RecordError, TierReadError
 from krul_backend.planner.interface import TierCost
 from krul_backend.segment import SegmentManifest, tail_num_bytes
-from krul_backend.tiers.common.lower_tier import MeasuredCost, TailRead
+from krul_backend.tiers.common.lower_tier import TailRead
+from krul_backend.tiers.common.tier_health import MeasuredCost
 from krul_backend.tiers.ssd import segment_reads, ssd_tier
 from krul_backend.tiers.ssd.reader import PieceReader
 from krul_backend.tiers.ssd.segment_reads import BusyRate

@@ -15,8 +15,8 @@ import pytest
 from krul_backend.errors import ConfigError, DaemonError
 from krul_backend.segment import SegmentManifest
 from krul_backend.tiers.common.interface import block_checksums
-from krul_backend.tiers.common.lower_tier import FIRST_PAUSE_S
 from krul_backend.tiers.common.record import no_checksums
+from krul_backend.tiers.common.tier_health import FIRST_PAUSE_S
 from krul_backend.tiers.ssd.segment_reads import _HEADER_NUM_BYTES
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.ssd_builders import (

@@ -1,19 +1,15 @@
-"""Leases that are held for requests, and the questions for them."""
+"""Leases that are held for requests, and the bytes that they pin."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
-from krul_backend.segment import ModelIdentity, TokenIds
-from krul_backend.store.interface import KVStore
+from krul_backend.segment import TokenIds
 from krul_backend.tiers.common.interface import CHECKSUM_BYTES, DRAM_TIER, Lease, SegmentSlice, SegmentTail
-from krul_sglang.engine.common.boundary_states import BoundaryStates
-from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
+from krul_sglang.engine.common.moved_runs import MovedRun
 
 RENEW_INTERVAL_S = 0.05
 """Seconds until the store is asked whether a waiting request's prefetch has arrived. The time doubles with
@@ -144,86 +140,6 @@ def _name(piece: SegmentSlice) -> Hashable:
     """Names its segment: what is stored of a segment always has the end of its last block."""
     last = next((checksum for checksum in reversed(piece.checksums) if checksum), b"")
     return piece.header.start_token, piece.header.num_tokens, last[-CHECKSUM_BYTES:]
-
-
-def find_boundaries(store: KVStore, identity: ModelIdentity, page_keys: Sequence[str]) -> list[int]:
-    """After how many of these pages there is a state in the store, ascending. ``identity``: of the states."""
-    missing = set(chain.from_iterable(store.find_missing(identity, page_keys)))
-    return [index + 1 for index in range(len(page_keys)) if index not in missing]
-
-
-@dataclass(frozen=True)
-class LeaseFinder:
-    """Asks ``store`` for the lease that brings a request most. Used by the thread that asks.
-
-    ``max_head_tokens``: a moved run that needs a longer head cannot be restored, so that it is not leased.
-    ``states``: of the model's recurrent layers, if it has any. Then nothing is found behind the last boundary
-    whose state is stored.
-    """
-
-    store: KVStore
-    identity: ModelIdentity
-    max_head_tokens: int
-    clock: Callable[[], float] = time.monotonic
-    states: BoundaryStates | None = None
-
-    def find(
-        self, page_keys: Sequence[str], token_ids: TokenIds, find_run: FindRun | None
-    ) -> HeldLease | None:
-        """A lease of the first of ``page_keys``, or of a run that is stored at another place and brings more;
-        None if nothing is found. See ``Prompt``."""
-        if self.states is not None:
-            return self._find_boundary(self.states, page_keys, token_ids)
-        run = KeyRun.of(page_keys)
-        lease = self.store.lease(self.identity, page_keys, token_ids)
-        try:
-            of_moved = self._find_moved(run, 0 if lease is None else lease.num_pages, find_run)
-        except BaseException:
-            if lease is not None:
-                self.store.release(lease)
-            raise
-        if of_moved is None:
-            return (
-                None if lease is None else HeldLease(run, page_keys, lambda: token_ids, lease, self.clock())
-            )
-        if lease is not None:
-            self.store.release(lease)
-        return of_moved
-
-    def _find_boundary(
-        self, states: BoundaryStates, page_keys: Sequence[str], token_ids: TokenIds
-    ) -> HeldLease | None:
-        """A lease of the pages before the last boundary whose state is stored. The state is leased when it is
-        loaded; if it has left the store by then, all is computed."""
-        boundaries = find_boundaries(self.store, states.identity, page_keys)
-        if not boundaries:
-            return None
-        wanted = page_keys[: boundaries[-1]]
-        token_ids = token_ids[: len(wanted) * self.identity.page_size]
-        lease = self.store.lease(self.identity, wanted, token_ids)
-        if lease is None:
-            return None
-        boundaries = [end for end in boundaries if end <= lease.num_pages]
-        if not boundaries:
-            self.store.release(lease)
-            return None
-        return HeldLease(
-            KeyRun.of(page_keys), wanted, lambda: token_ids, lease, self.clock(), boundaries=boundaries
-        )
-
-    def _find_moved(self, run: KeyRun, num_pages: int, find_run: FindRun | None) -> HeldLease | None:
-        """A lease that brings more than the ``num_pages`` that were found in their place."""
-        moved = None if find_run is None or num_pages == run.num_keys else find_run(num_pages)
-        if moved is None or moved.num_head_tokens > self.max_head_tokens:
-            return None
-        lease = self.store.lease(self.identity, moved.page_keys, moved.token_ids)
-        if lease is None:
-            return None
-        # What is found in its place is computed again then, as all that is before the run.
-        if (lease.num_pages - num_pages) * self.identity.page_size <= RECOMPUTED_TOKENS:
-            self.store.release(lease)
-            return None
-        return HeldLease(run, moved.page_keys, lambda: moved.token_ids, lease, self.clock(), moved=moved)
 
 
 class Room:

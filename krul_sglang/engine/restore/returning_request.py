@@ -8,23 +8,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from krul_backend.segment import TokenIds
-from krul_backend.tiers.common.interface import Lease, Prefetched
 from krul_sglang.engine.common.asking import Question
 from krul_sglang.engine.common.moved_runs import FindRun
-from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun, Tails
+from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun
+from krul_sglang.engine.restore.lease_questions import Renewed
 from krul_sglang.engine.restore.load_batch import Load
-
-
-@dataclass(frozen=True)
-class Renewed:
-    """A lease in place of an earlier one (None: nothing was found), and what was prefetched.
-
-    ``tails``: what a load is expected to want of the better one; None if nobody has asked.
-    """
-
-    lease: Lease | None
-    prefetched: Prefetched
-    tails: Tails | None = None
 
 
 class State(Enum):

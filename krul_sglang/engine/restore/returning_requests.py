@@ -20,15 +20,15 @@ from krul_sglang.engine.restore.held_lease import (
     RENEW_INTERVAL_S,
     HeldLease,
     KeyRun,
-    LeaseFinder,
     PlanAhead,
     Room,
     Tails,
     num_bytes_of,
     whole_segments,
 )
+from krul_sglang.engine.restore.lease_questions import LeaseFinder, RenewalRound, Renewed
 from krul_sglang.engine.restore.load_batch import Load
-from krul_sglang.engine.restore.returning_request import Prompt, Renewed, ReturningRequest, State
+from krul_sglang.engine.restore.returning_request import Prompt, ReturningRequest, State
 from krul_sglang.reasons import Reasons
 
 RETRY_PREFETCH_S = 0.2
@@ -40,12 +40,6 @@ RETRY_MISS_S = 1.0
 UNCLAIMED_S = 1.0
 """Seconds after which a lease goes back that was granted too late for its round, or not on every rank, unless
 its request is looked up again or waits in the queue."""
-
-
-class _RenewalRound:
-    """Says whether the prefetches of one scheduling round go on: not after one that was refused."""
-
-    is_refused = False
 
 
 class ReturningRequests:
@@ -193,10 +187,7 @@ class ReturningRequests:
             if not held.num_renewals and self._clock() < held.asked_s + RENEW_INTERVAL_S:
                 return held
             renewal = self._ask_again(held)
-        if not renewal.wait(self._asking.patience):
-            self._drop(renewal)
-            return held
-        return self._renewed(held, renewal.answer(None))
+        return self._use_again(held, renewal)
 
     def make_room(self, lease: Lease, tails: Tails) -> bool:
         """Begin to read what a load will want from below DRAM. If there is no room for it, those that wait
@@ -412,7 +403,7 @@ class ReturningRequests:
     def _settle(self, now_s: float) -> None:
         """Prefetch for those that wait, in their order, and end leases that pin too much."""
         room = Room(self._max_ahead_bytes)
-        renewals = _RenewalRound()
+        renewals = RenewalRound(self._store, self._model.identity)
         # What has not been asked yet is asked in the order of now.
         for request in self._requests.values():
             if request.renewal is not None and request.renewal.drop_unasked():
@@ -441,36 +432,12 @@ class ReturningRequests:
                 self._give_back(request)
         self._has_changed, self._settle_at_s = False, settle_at_s
 
-    def _renew(self, request: ReturningRequest, held: HeldLease, renewals: _RenewalRound) -> HeldLease:
-        """Ask for a lease of what lies where it is now, and have what is wanted from below DRAM prefetched.
-
-        Returns the lease that the request has then.
-        """
-        identity, plan_ahead = self._model.identity, self._plan_ahead(request.prompt)
-
-        def renew() -> Renewed | None:
-            """None: one before it was refused."""
-            if renewals.is_refused:
-                return None
-            lease = self._store.lease(identity, held.page_keys, held.token_ids())
-            try:
-                is_less = lease is None or lease.num_pages < held.lease.num_pages
-                best = held if lease is None or is_less else replace(held, lease=lease)
-                first, goal = plan_ahead(best)
-                is_rest = all(map(SegmentSlice.holds, best.lease.slices, first))
-                # Also if it was asked for before: not all may have come. What is on its way stays so.
-                prefetched = self._store.prefetch(best.lease, goal if is_rest else first, is_rest=is_rest)
-                if is_rest and prefetched.refusal is not None:
-                    # Its load does without, and holds nobody up.
-                    goal, prefetched = first, replace(prefetched, refusal=None)
-            except BaseException:
-                if lease is not None:
-                    self._store.release(lease)
-                raise
-            renewals.is_refused = prefetched.is_deferred
-            return Renewed(lease, prefetched, goal)
-
-        renewal = request.renewal = self._asking.ask(renew, is_urgent=False)
+    def _renew(self, request: ReturningRequest, held: HeldLease, renewals: RenewalRound) -> HeldLease:
+        """Have the lease of a request renewed, now or later. Returns the one that it has then."""
+        plan_ahead = self._plan_ahead(request.prompt)
+        renewal = request.renewal = self._asking.ask(
+            lambda: renewals.renew(held, plan_ahead), is_urgent=False
+        )
         if renewal.is_answered:
             self._use_renewal(request, renewal)
         assert request.lease is not None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from krul_backend.codec.interface import TokenRun
@@ -74,6 +75,18 @@ class Job:
         """Wait until a job that is revoked queues no more reads of slots."""
         with self._reading:
             pass
+
+
+@dataclass(frozen=True, eq=False)
+class _MissingRun:
+    """Pages of a turn that become a segment, number ``index`` of ``encoding``; the turn's last one if
+    ``is_last``. ``head_ends``: see ``TokenRun``."""
+
+    pages: range
+    index: int
+    is_last: bool
+    encoding: TurnEncoding
+    head_ends: tuple[int, ...] | None
 
 
 class TurnOffloader:
@@ -318,9 +331,9 @@ class TurnOffloader:
         else:
             self.choices.add(encoding.stored_as)
             for index, pages in enumerate(missing):
-                is_last = index == len(missing) - 1
+                run = _MissingRun(pages, index, index == len(missing) - 1, encoding, head_ends)
                 job.num_stored = pages.start
-                if not self._has_stored(job, encoding, head_ends, index, pages, is_last=is_last):
+                if not self._has_stored(job, run):
                     return "no room"
             job.num_stored = len(turn.page_keys)
             self._trim(turn, head_ends)
@@ -328,43 +341,25 @@ class TurnOffloader:
             self._advise(turn)
         return None
 
-    def _has_stored(
-        self,
-        job: Job,
-        encoding: TurnEncoding,
-        head_ends: tuple[int, ...] | None,
-        index: int,
-        pages: range,
-        *,
-        is_last: bool,
-    ) -> bool:
-        """Store ``pages``, run number ``index`` of a turn; False if there is no room, or it is revoked."""
-        if encoding.exact is None:
-            return self._write(job, index, pages, encoding, head_ends, is_last=is_last)
-        num_bytes = len(pages) * self.page_bytes
+    def _has_stored(self, job: Job, run: _MissingRun) -> bool:
+        """Store a run of a turn's pages; False if there is no room, or the turn is revoked."""
+        if run.encoding.exact is None:
+            return self._write(job, run)
+        num_bytes = len(run.pages) * self.page_bytes
         if not self.encoder.take_room(num_bytes, job.is_wanted):
             return False
         copy = None
         try:
-            if self._write(job, index, pages, encoding.exact, None, is_last=is_last):
-                copy = self._exact_copy(job.turn, encoding, head_ends, index, pages, is_last=is_last)
+            if self._write(job, replace(run, encoding=run.encoding.exact, head_ends=None)):
+                copy = self._exact_copy(job.turn, run)
         finally:
             if copy is None:
                 self.encoder.give_room_back(num_bytes)
         return copy is not None and self.encoder.add(copy, job.is_wanted)
 
-    def _exact_copy(
-        self,
-        turn: Turn,
-        encoding: TurnEncoding,
-        head_ends: tuple[int, ...] | None,
-        index: int,
-        pages: range,
-        *,
-        is_last: bool,
-    ) -> ExactCopy | None:
-        """A copy that was just stored, pinned; None if it has gone."""
-        model, page_size = turn.model, turn.model.page_size
+    def _exact_copy(self, turn: Turn, run: _MissingRun) -> ExactCopy | None:
+        """The copy of a run that was just stored, pinned; None if it has gone."""
+        model, page_size, pages = turn.model, turn.model.page_size, run.pages
         lease = self._store.lease(
             model,
             turn.page_keys[pages.start : pages.stop],
@@ -378,37 +373,28 @@ class TurnOffloader:
         return ExactCopy(
             turn=turn,
             pages=pages,
-            index=index,
-            encoding=encoding,
-            head_ends=head_ends,
+            index=run.index,
+            encoding=run.encoding,
+            head_ends=run.head_ends,
             lease=lease,
             num_bytes=len(pages) * self.page_bytes,
-            on_encoded=lambda codec: self.choices.note_encoded(codec) if index == 0 else None,
-            on_stored=partial(self._note_encoded, turn, head_ends) if is_last else (lambda: None),
+            on_encoded=lambda codec: self.choices.note_encoded(codec) if run.index == 0 else None,
+            on_stored=partial(self._note_encoded, turn, run.head_ends) if run.is_last else (lambda: None),
             since_s=time.monotonic(),
         )
 
-    def _write(
-        self,
-        job: Job,
-        index: int,
-        pages: range,
-        encoding: TurnEncoding,
-        head_ends: tuple[int, ...] | None,
-        *,
-        is_last: bool,
-    ) -> bool:
-        """Store ``pages`` of a turn from the device; False if there is no room, or the turn is revoked."""
-        turn, page_size = job.turn, job.turn.model.page_size
+    def _write(self, job: Job, run: _MissingRun) -> bool:
+        """Store a run of a turn's pages from the device; False if there is no room, or it is revoked."""
+        turn, page_size, pages = job.turn, job.turn.model.page_size, run.pages
         start, end = pages.start * page_size, pages.stop * page_size
         slots = turn.slots[start:end]
 
         def read(layer: int) -> LayerKV:
             return self._pool.gather(layer, slots)
 
-        encoded = encoding.encode(
-            index,
-            TokenRun(read, start, end - start, head_ends, (self._pool, slots)),
+        encoded = run.encoding.encode(
+            run.index,
+            TokenRun(read, start, end - start, run.head_ends, (self._pool, slots)),
             lambda: self._gate.give_way(job.patience),
         )
         is_stored = self.writer.write(
@@ -416,10 +402,10 @@ class TurnOffloader:
             pages,
             encoded,
             self._stream,
-            is_fast_copy=encoding.is_copy,
+            is_fast_copy=run.encoding.is_copy,
             is_wanted=job.is_wanted,
-            reading=partial(job.reading, is_last=is_last),
-            on_read=job.has_read.set if is_last else None,
+            reading=partial(job.reading, is_last=run.is_last),
+            on_read=job.has_read.set if run.is_last else None,
         )
         if is_stored and self._runs is not None:
             self._runs.add(turn.tenant, turn.page_keys, turn.token_ids, pages, turn.moved_from)
@@ -450,22 +436,16 @@ class TurnOffloader:
             logger.exception("krul: a hint about %d tokens could not be given", len(turn.token_ids))
 
     def _missing_segments(self, turn: Turn) -> list[range] | None:
-        """Runs of pages to be stored, cut so that a layer of none is larger than the device should hold, nor
-        any larger than the encoder has room for; None if the store cannot say."""
-        missing = self._missing(turn)
-        if missing is None:
-            return None
-        return [
-            range(first, min(first + self._copy_pages, run.stop))
-            for run in missing
-            for first in range(run.start, run.stop, self._copy_pages)
-        ]
-
-    def _missing(self, turn: Turn) -> list[range] | None:
-        """Runs of pages that are neither stored nor wait to be encoded; None if the store cannot say."""
+        """Runs of pages that are neither stored nor wait to be encoded, cut so that a layer of none is larger
+        than the device should hold, nor any larger than the encoder has room for; None if the store cannot
+        say."""
         try:
-            runs = self._store.find_missing(turn.model, turn.page_keys)
+            missing = self._store.find_missing(turn.model, turn.page_keys)
         except Exception:
             logger.exception("krul: the store does not say what it has of %d tokens", len(turn.token_ids))
             return None
-        return self.encoder.without_waiting(turn, runs)
+        return [
+            range(first, min(first + self._copy_pages, run.stop))
+            for run in self.encoder.without_waiting(turn, missing)
+            for first in range(run.start, run.stop, self._copy_pages)
+        ]

@@ -18,7 +18,7 @@ import msgspec
 
 from krul_backend.daemon.protocol.frames import Inbox, decode_reply, encode, encode_token_ids, pack
 from krul_backend.daemon.protocol.messages import EXCEPTIONS, ErrorReply, R, Reply, Request
-from krul_backend.daemon.protocol.runtime_dir import peer_of
+from krul_backend.daemon.protocol.runtime_dir import is_own_user, peer_of
 from krul_backend.errors import DaemonError, DaemonUnreachableError, ProtocolError
 from krul_backend.segment import TokenIds
 
@@ -47,7 +47,7 @@ def connect_to_daemon(path: Path, timeout_s: float) -> socket.socket:
         connection.settimeout(timeout_s)
         connection.connect(os.fspath(path))
         _, uid = peer_of(connection)
-        if uid != os.geteuid():
+        if not is_own_user(uid):
             raise DaemonError(
                 f"the process that serves {path} belongs to user {uid}, not to user {os.geteuid()}"
             )

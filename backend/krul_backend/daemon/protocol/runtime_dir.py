@@ -150,6 +150,11 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def is_own_user(uid: int) -> bool:
+    """Whether a peer runs as this process's user. No other may ask, serve or map the arena, not even root."""
+    return uid == os.geteuid()
+
+
 def remove_if_embedded(directory: Path) -> None:
     """Remove a runtime directory that an engine made for this process alone; leave any other as it is.
 

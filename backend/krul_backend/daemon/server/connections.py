@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from krul_backend.daemon.protocol.frames import Inbox
-from krul_backend.daemon.protocol.runtime_dir import peer_of
+from krul_backend.daemon.protocol.runtime_dir import is_own_user, peer_of
 from krul_backend.errors import DaemonError, ProtocolError
 from krul_backend.tiers.common.interface import Clock
 
@@ -292,8 +292,3 @@ class Connections:
         if cause not in self._said:
             self._said.add(cause)
             logger.warning("%s (logged once per cause): %s", cause, details)
-
-
-def is_own_user(uid: int) -> bool:
-    """Return whether a peer runs as the daemon's user. No other may ask or map the arena, not even root."""
-    return uid == os.geteuid()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from krul_backend.planner import TierCost
-from krul_backend.tiers.common.lower_tier import MeasuredCost, Suspension
+from krul_backend.tiers.common.tier_health import MeasuredCost, Suspension
 from krul_backend.tiers.objects.object_client import ObjectClient, ObjectStoreError
 from krul_backend.tiers.objects.stored_object import ROOT
 

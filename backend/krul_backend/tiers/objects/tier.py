@@ -14,16 +14,11 @@ from krul_backend.errors import TierReadError
 from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds, checked_token_ids
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import (
-    LowerTier,
-    MeasuredCost,
-    QueuedSegment,
-    Suspension,
-    TailRead,
-    TierCounters,
-)
+from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
+from krul_backend.tiers.common.tier_health import MeasuredCost, Suspension, TierCounters
+from krul_backend.tiers.common.write_queue import QueuedSegment
 from krul_backend.tiers.objects.connection import UNMEASURED, ObjectStoreConnection, TimedCalls, seen_cost
 from krul_backend.tiers.objects.lookup import KnownSegments, Lookup
 from krul_backend.tiers.objects.object_client import (

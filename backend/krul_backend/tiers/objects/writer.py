@@ -11,7 +11,8 @@ import numpy as np
 
 from krul_backend.errors import ManifestError
 from krul_backend.tiers.common.interface import Clock
-from krul_backend.tiers.common.lower_tier import QueuedSegment, Suspension, TierCounters, WriteQueue
+from krul_backend.tiers.common.tier_health import Suspension, TierCounters
+from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
 from krul_backend.tiers.objects.connection import ObjectStoreConnection
 from krul_backend.tiers.objects.lookup import KnownSegments, Lookup, publish
 from krul_backend.tiers.objects.object_client import ObjectClient, ObjectStoreError, StoreFullError

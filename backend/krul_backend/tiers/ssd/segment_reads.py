@@ -16,7 +16,7 @@ import numpy as np
 from krul_backend.errors import RecordError, StoreClosedError, TierReadError
 from krul_backend.planner import TierCost
 from krul_backend.tiers.common.interface import Block
-from krul_backend.tiers.common.lower_tier import MeasuredCost, TailRead
+from krul_backend.tiers.common.lower_tier import TailRead
 from krul_backend.tiers.common.page_index import PageRun
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 from krul_backend.tiers.common.record import (
@@ -26,6 +26,7 @@ from krul_backend.tiers.common.record import (
     decode_header,
     decode_size,
 )
+from krul_backend.tiers.common.tier_health import MeasuredCost
 from krul_backend.tiers.ssd.catalog import SsdSegment
 from krul_backend.tiers.ssd.disk import Disk, open_for_reading, write_all
 from krul_backend.tiers.ssd.index import file_number_of, offset_of

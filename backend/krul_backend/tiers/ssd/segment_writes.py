@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.lower_tier import QueuedSegment, WriteQueue
 from krul_backend.tiers.common.record import SegmentRecord, segment_num_bytes
+from krul_backend.tiers.common.write_queue import QueuedSegment, WriteQueue
 from krul_backend.tiers.ssd.catalog import SsdSegment
 from krul_backend.tiers.ssd.index import file_number_of
 from krul_backend.tiers.ssd.log_file import LogFile

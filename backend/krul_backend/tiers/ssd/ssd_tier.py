@@ -17,11 +17,13 @@ from krul_backend.errors import ConfigError, RecordError, TierReadError
 from krul_backend.planner import TierCost
 from krul_backend.segment import ModelIdentity, SegmentManifest, TokenIds
 from krul_backend.tiers.common.interface import Block, Clock, DamageReport, SegmentInfo, TierStats
-from krul_backend.tiers.common.lower_tier import LowerTier, QueuedSegment, Suspension, TailRead
+from krul_backend.tiers.common.lower_tier import LowerTier, TailRead
 from krul_backend.tiers.common.page_filter import PageFilter
 from krul_backend.tiers.common.page_index import PageRun, missing_runs, num_right_pages
 from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue, of_a_load
 from krul_backend.tiers.common.record import RECORD_ALIGN, SegmentRecord, encode_metadata, no_checksums
+from krul_backend.tiers.common.tier_health import Suspension
+from krul_backend.tiers.common.write_queue import QueuedSegment
 from krul_backend.tiers.ssd.catalog import Catalog, SsdSegment, medium_errors
 from krul_backend.tiers.ssd.disk import Disk
 from krul_backend.tiers.ssd.index import Entry, State, file_number_of, open_index, place_of

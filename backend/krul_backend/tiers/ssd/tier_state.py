@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from krul_backend.segment import ModelIdentity
-from krul_backend.tiers.common.lower_tier import Suspension, TierCounters
+from krul_backend.tiers.common.tier_health import Suspension, TierCounters
 from krul_backend.tiers.ssd.catalog import Catalog
 
 logger = logging.getLogger(__name__)
