@@ -129,8 +129,7 @@ def fuller_copies(
 
 def _is_part(piece: SegmentSlice) -> bool:
     """Return whether the slice is in DRAM, but without some layer's first tokens."""
-    start_token = piece.header.start_token
-    return piece.tier == DRAM_TIER and any(first > start_token for first in piece.header.layer_first_token)
+    return piece.tier == DRAM_TIER and max(piece.header.layer_first_token) > piece.header.start_token
 
 
 def has_more(copy: SegmentSlice, piece: SegmentSlice) -> bool:

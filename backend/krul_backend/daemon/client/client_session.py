@@ -8,7 +8,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from operator import add
 from pathlib import Path
 from typing import Any, overload
@@ -115,7 +114,7 @@ def _with_views(part: SegmentSlice, arena: ArenaBytes) -> SegmentSlice:
                 f"segment {part.segment_id}: {part.status_span} for {num_layers} layers' status"
             )
         status = LayerStatus(view_in(arena, part.status_span))
-    return replace(part, blocks=ArenaBlocks(arena, part.spans), status=status)
+    return part.with_views(ArenaBlocks(arena, part.spans), status)
 
 
 _DESCRIPTOR, _DESCRIPTORS = struct.Struct("i"), struct.Struct("2i")

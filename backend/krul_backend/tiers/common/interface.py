@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -174,7 +174,14 @@ class SegmentSlice:
 
     def without_views(self) -> SegmentSlice:
         """The slice as it travels to another process that maps the arena."""
-        return replace(self, blocks=(), status=None)
+        return self.with_views((), None)
+
+    def with_views(self, blocks: Sequence[Block], status: LayerStatus | None) -> SegmentSlice:
+        """The slice with these ``blocks`` and this ``status`` in the place of its own."""
+        # As ``dataclasses.replace`` does, which takes a tenth of a long lookup.
+        part = object.__new__(SegmentSlice)
+        part.__dict__.update(self.__dict__, blocks=blocks, status=status)
+        return part
 
 
 @dataclass(frozen=True, eq=False)
