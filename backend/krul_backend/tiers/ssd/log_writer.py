@@ -90,9 +90,8 @@ class LogWriter:
 
     def take_turn(self, num_bytes: int) -> None:
         """Let the next records, of so many bytes in all, go to the next directory whose disk has room for
-        them; to the same as before if none has. Nothing may be unsynced. Raises OSError."""
-        assert not self._unsynced, "a group goes to one directory"
-        if len(self._directories) > 1:
+        them; to the same as before if none has, or if earlier ones wait for their sync. Raises OSError."""
+        if len(self._directories) > 1 and not self._unsynced:
             after = self._directories.index(self._turn) + 1
             following = (*self._directories[after:], *self._directories[:after])
             fitting = (each for each in following if self._disk.free_bytes(each) >= num_bytes)
