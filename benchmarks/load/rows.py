@@ -178,8 +178,8 @@ def load_tables(result: Result, path: Path | None) -> str:
         f"Users think {result['configuration'].get('think_time_s', 0):g} s in the mean, nothing is waited",
         "for, and options are krul's defaults. Means over blocks (least-largest); TTFT and found: of",
         "returning turns; possible: what a cache without bounds finds. device: a pool that holds all, with",
-        "as many running requests as the small pool has room for. compressed: strategy = subspace; it and",
-        "native-tenth have host memory for a tenth of all as native KV, the others for all.",
+        "as many running requests as the small pool has room for. compressed: strategy = subspace, and host",
+        f"memory for a tenth of all as native KV{_as_native(result)}; native and compressed-all-memory: for all.",
         machine(result, path),
     )
     return "\n\n".join((*(_load_table(result, load, COLUMNS) for load in result["loads"]), " ".join(notes)))
@@ -189,10 +189,14 @@ def load_summary(result: Result, path: Path | None) -> str:
     """The first of these tables, with fewer columns and without spreads."""
     columns = {head: partial(_without_spread, COLUMNS[head]) for head in IN_README}
     notes = (
-        "TTFT: of returning turns. device: a pool that holds all. compressed: strategy = subspace. It and",
-        f"native-tenth have a tenth of the memory. {source(path)}",
+        "TTFT: of returning turns. device: a pool that holds all. compressed: strategy = subspace, in a",
+        f"tenth of the memory{_as_native(result)}. {source(path)}",
     )
     return f"{_load_table(result, result['loads'][0], columns)}\n\n{' '.join(notes)}"
+
+
+def _as_native(result: Result) -> str:
+    return ", as native-tenth" if "native-tenth" in result["configuration"]["servers"] else ""
 
 
 def _without_spread(show: Callable[[Row], str], row: Row) -> str:
