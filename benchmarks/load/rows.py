@@ -179,7 +179,8 @@ def load_tables(result: Result, path: Path | None) -> str:
         "for, and options are krul's defaults. Means over blocks (least-largest); TTFT and found: of",
         "returning turns; possible: what a cache without bounds finds. device: a pool that holds all, with",
         "as many running requests as the small pool has room for. compressed: strategy = subspace, and host",
-        f"memory for a tenth of all as native KV{_as_native(result)}; native and compressed-all-memory: for all.",
+        f"memory for a tenth of all as native KV{_as_native(result)}; native and compressed-all-memory: for",
+        "all.",
         machine(result, path),
     )
     return "\n\n".join((*(_load_table(result, load, COLUMNS) for load in result["loads"]), " ".join(notes)))
