@@ -197,7 +197,8 @@ def load_summary(result: Result, path: Path | None) -> str:
 
 
 def _as_native(result: Result) -> str:
-    return ", as native-tenth" if "native-tenth" in result["configuration"]["servers"] else ""
+    has_row = any(row["configuration"] == "native-tenth" for row in result["rows"])
+    return ", as native-tenth" if has_row else ""
 
 
 def _without_spread(show: Callable[[Row], str], row: Row) -> str:
