@@ -23,7 +23,7 @@ _PATH_END_TOKENS = 16
 
 
 class _PathEnd(NamedTuple):
-    """Where a path of whole pages ends, and its last tokens."""
+    """The length of a stored path of whole pages, and its last tokens: to tell prompts that continue it."""
 
     num_tokens: int
     last_tokens: list[int]
@@ -33,7 +33,7 @@ class _PathEnd(NamedTuple):
         return cls(len(token_ids), token_ids[-max(page_size, _PATH_END_TOKENS) :].tolist())
 
     def is_passed_by(self, token_ids: Sequence[int]) -> bool:
-        """Whether a prompt has these tokens at their place: in all likelihood it goes on from the path."""
+        """Return True if a prompt has these tokens at their place: then it most likely continues the path."""
         begin = self.num_tokens - len(self.last_tokens)
         return list(token_ids[begin : self.num_tokens]) == self.last_tokens
 

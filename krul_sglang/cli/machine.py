@@ -21,7 +21,7 @@ import numpy as np
 from krul_backend.errors import ConfigError, KrulError
 from krul_backend.memory import lock_limit_bytes, memory_limit_bytes
 from krul_backend.numa import gpu_nodes, spread_pages
-from krul_backend.tiers.ssd import Disk, open_for_reading
+from krul_backend.tiers.ssd import Disk, nearest_existing, open_for_reading
 from krul_sglang.adapter.platforms.nvidia import Compiler, Nvidia, find_compiler, find_nvidia
 from krul_sglang.config import KrulConfig
 
@@ -139,7 +139,7 @@ def measure_disk(folder: Path, num_bytes: int = _TRIAL_BYTES) -> DiskFacts:
 
     If the folder does not exist yet, the nearest one above it is taken, on whose disk it would be made.
     """
-    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    place = nearest_existing(folder)
     facts = DiskFacts(str(folder), _file_system(place))
     try:
         free_bytes = shutil.disk_usage(place).free

@@ -86,7 +86,7 @@ class History:
 
 
 class States(tuple[torch.Tensor, ...]):
-    """What a layer without KV hands on from a history: the states of a convolution, of a recurrence."""
+    """The states that a layer without KV has after a history: of its convolution, of its recurrence."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,8 @@
 
 A message is two lengths (unsigned, 32 bits, little endian), JSON of the first length, and token ids of the
 second one, in bytes: a byte that says how many bytes each has, 4 or 8, then they (signed, little endian).
-Only requests whose type says so have token ids. The field ``op``
-of a request says what it asks for; that of a reply is ``reply`` or ``error``.
+Only requests whose type says so have token ids. The field ``op`` of a request says what it asks for; that of
+a reply is ``reply`` or ``error``.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def is_own_user(uid: int) -> bool:
-    """Whether a peer runs as this process's user. No other may ask, serve or map the arena, not even root."""
+    """Return whether a user id is this process's own. Peers of any other user are refused, even root."""
     return uid == os.geteuid()
 
 

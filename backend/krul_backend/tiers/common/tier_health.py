@@ -1,4 +1,4 @@
-"""What a tier below DRAM counts, what reading from it costs, and how long it pauses after an error."""
+"""Counters of a tier below DRAM, its measured cost of reading, and its pause after errors."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class WriteQueue:
         return self._is_closed
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a segment of this size would be taken now."""
+        """Return True if ``put`` would take a segment of so many bytes now."""
         is_full = self._num_bytes > 0 and self._num_bytes + num_bytes > self._max_num_bytes
         return not is_full and not self._is_closed
 

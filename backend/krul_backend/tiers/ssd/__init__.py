@@ -4,5 +4,5 @@ Whole segments are written some time after their commit, and read past the page 
 """
 
 from krul_backend.tiers.ssd.disk import Disk, open_for_reading
-from krul_backend.tiers.ssd.own_files import one_per_disk, own_bytes
+from krul_backend.tiers.ssd.own_files import nearest_existing, one_per_disk, own_bytes
 from krul_backend.tiers.ssd.ssd_tier import SsdTier

@@ -111,9 +111,12 @@ def _remove_files(disk: Disk, directory: Path, names: Iterable[str]) -> None:
 
 def one_per_disk(directories: Iterable[Path]) -> list[Path]:
     """One of the directories on each disk, or of what is there of their paths. Raises OSError."""
-    paths = (each.absolute() for each in directories)
-    there = (next(each for each in (path, *path.parents) if each.exists()) for path in paths)
-    return list({path.stat().st_dev: path for path in there}.values())
+    return list({path.stat().st_dev: path for path in map(nearest_existing, directories)}.values())
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
 def encode_file_header(number: int, file_id: int) -> bytes:

@@ -123,7 +123,7 @@ class SsdTier(LowerTier):
         state = self._index.load_state()
         # Files that are not there now may come back: a clear must cover their numbers.
         known = state.files if state is not None else ()
-        next_number = max(self._recovery.next_number, *(number + 1 for number in known), 1)
+        next_number = max([self._recovery.next_number, *(number + 1 for number in known)])
         lock, files = threading.Lock(), dict[int, LogFile]()
         catalog = Catalog(self._index, eviction, files, self._recovery.clears.is_cleared, lock)
         fullness = Suspension(f"{self.name}, writing only", clock)
