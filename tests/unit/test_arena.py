@@ -145,7 +145,7 @@ def test_a_view_outlives_its_arena() -> None:
     assert int(view.sum()) == 9 * 4096
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 400), st.integers(0, 10**6)), max_size=80))
 def test_any_history_keeps_the_extents_apart_and_the_totals_right(steps: list[tuple[bool, int, int]]) -> None:
     arena = Arena(4096)
@@ -175,7 +175,7 @@ def test_any_history_keeps_the_extents_apart_and_the_totals_right(steps: list[tu
     assert arena.space.largest == arena.free_bytes == arena.capacity_bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12),
     freed=st.sets(st.integers(0, 11)),
@@ -216,7 +216,7 @@ def test_trying_on_free_extents_changes_nothing_and_tells_the_truth(
         assert taken.max() == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12), freed=st.sets(st.integers(0, 11)))
 def test_blocks_freed_together_leave_what_they_leave_one_by_one(sizes: list[int], freed: set[int]) -> None:
     single, together = FreeExtents(400), FreeExtents(400)

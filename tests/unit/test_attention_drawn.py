@@ -46,7 +46,7 @@ def computed(how: str) -> Iterator[None]:
         yield
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_equals_a_brute_force_over_full_attention(data: st.DataObject) -> None:
     num_kv_heads = data.draw(st.integers(1, 3), "KV heads")

@@ -42,7 +42,7 @@ def assert_same(actual: AttentionStatistics, expected: AttentionStatistics) -> N
     torch.testing.assert_close(actual.ir_mass, expected.ir_mass, **CLOSE)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     num_layers=st.integers(1, 4),
     num_tokens=st.integers(1, 25),
@@ -76,7 +76,7 @@ def test_sums_equal_a_plain_transcription(
     torch.testing.assert_close(result.distances(), expected, rtol=1e-3, atol=4e-3)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(cuts=st.lists(st.integers(1, 29), max_size=6), seed=st.integers(0, 2**31))
 def test_chunks_add_up_to_the_whole(cuts: list[int], seed: int) -> None:
     sequence = Sequence.random(seed=seed)

@@ -30,7 +30,7 @@ def test_bytes_are_counted_exactly(num_tokens: int, records: int) -> None:
     assert layout.new_block(torch.device("cpu")).numel() == layout.num_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(group_size=st.integers(1, 70), num_tokens=st.integers(1, 2500), data=st.data())
 def test_runs_and_byte_ranges_cover_what_is_asked_for(
     group_size: int, num_tokens: int, data: st.DataObject

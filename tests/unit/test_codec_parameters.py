@@ -118,7 +118,7 @@ def all_paths(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | 
     return paths
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(path=st.sampled_from(all_paths(ENCODING.params)), value=json_values)
 def test_any_parameters_are_refused_or_decode_to_something(
     path: tuple[str | int, ...], value: object
@@ -136,7 +136,7 @@ def test_any_parameters_are_refused_or_decode_to_something(
         assert decoder.decode(layer, blocks, 3, NUM_TOKENS).k.shape == (NUM_TOKENS - 3, 2, 16)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(layer=st.integers(0, 3), seed=st.integers(0, 10_000))
 def test_random_bytes_never_crash_the_decoder(layer: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

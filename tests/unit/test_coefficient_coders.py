@@ -57,7 +57,7 @@ def decoded(
     return out, CODER.decode(encoded.data[start:], sizes, scales, out, shrink=0.25)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(block=blocks(), data=st.data())
 def test_every_tail_is_exact(block: Block, data: st.DataObject) -> None:
     levels, scales, shifts = block
@@ -81,7 +81,7 @@ def test_every_tail_is_exact(block: Block, data: st.DataObject) -> None:
     assert np.array_equal(alone.data, encoded.data[int(encoded.record_num_bytes[:record].sum()) :])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(block=blocks(), shrink=st.sampled_from([0.0, 0.125, 0.4375]))
 def test_values_are_levels_nearer_to_zero_in_steps_of_their_token(block: Block, shrink: float) -> None:
     levels, scales, shifts = block
@@ -210,7 +210,7 @@ def test_sizes_that_contradict_each_other() -> None:
         CODER.decode(data, sizes, np.full(30, 48, np.uint8), out)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(block=blocks(), seed=st.integers(0, 2**32), kind=st.sampled_from(["flip", "random", "cut", "grow"]))
 def test_damage_never_reads_or_writes_elsewhere(block: Block, seed: int, kind: str) -> None:
     levels, scales, shifts = block

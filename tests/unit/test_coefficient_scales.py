@@ -26,7 +26,7 @@ def test_base_scales_are_the_nearest_on_a_grid_of_quarter_octaves() -> None:
     assert base_scales(np.array([0, 1e-30, 1e30], np.float32), 1.0).tolist() == [1, 1, 47]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_coefficients=st.integers(0, 70), seed=st.integers(0, 2**32), spread=st.sampled_from([0.5, 3, 20]))
 def test_offsets_bring_the_mean_scale_of_a_band_nearest(
     num_coefficients: int, seed: int, spread: float

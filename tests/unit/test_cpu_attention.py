@@ -192,7 +192,7 @@ class Case:
         return torch.stack(defined), own
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=4),
     decode=st.booleans(),
@@ -235,7 +235,7 @@ def test_each_drafted_token_sees_those_before_it() -> None:
     assert len({tuple(ours.flatten().tolist()) for ours, _ in outputs}) == 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     cached=st.lists(st.integers(0, 40), min_size=1, max_size=4), num_drafted=st.integers(1, 6), data=st.data()
 )

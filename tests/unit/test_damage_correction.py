@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from krul_backend.segment import TokenIds
@@ -102,7 +102,6 @@ def test_records_of_equal_form_are_repetitive_also_where_numbers_change() -> Non
     assert kind_of_text(records.ravel()) == "repetitive"
 
 
-@settings(deadline=None)
 @given(probes)
 def test_factors_stay_between_what_is_expected_and_the_largest(history: list[Probe]) -> None:
     correction = DamageCorrection()
@@ -112,7 +111,6 @@ def test_factors_stay_between_what_is_expected_and_the_largest(history: list[Pro
     assert correction.largest == max(factors(correction))
 
 
-@settings(deadline=None)
 @given(probes)
 def test_a_factor_falls_only_after_many_histories_since_it_last_changed(history: list[Probe]) -> None:
     """Of each kind's own factor: that of a kind of which little is known is the largest of all."""
@@ -134,7 +132,6 @@ def test_a_factor_falls_only_after_many_histories_since_it_last_changed(history:
             lower[kind].clear()
 
 
-@settings(deadline=None)
 @given(probes.filter(bool))
 def test_one_observation_loosens_nothing(history: list[Probe]) -> None:
     """Without the others, that is: whatever single probe comes after a rise, no factor falls."""
@@ -190,7 +187,6 @@ def test_histories_that_lost_as_much_do_not_count_for_loosening() -> None:
     assert correction.factor(prose()) == LARGEST_RATIO
 
 
-@settings(deadline=None)
 @given(probes, st.sampled_from(KINDS), st.floats(4.0, LARGEST_RATIO), st.booleans())
 def test_few_observations_tighten(
     history: list[Probe], text: Callable[[int], TokenIds], ratio: float, is_one_history: bool
@@ -223,7 +219,6 @@ def test_what_was_tightened_is_taken_back_after_many_histories() -> None:
     assert falls[-1] >= 2 * HISTORIES_TO_LOOSEN
 
 
-@settings(deadline=None)
 @given(probes, probes)
 def test_how_kinds_alternate_does_not_matter(one: list[Probe], other: list[Probe]) -> None:
     of_prose = [(prose, number, ratio) for _, number, ratio in one]
@@ -266,7 +261,6 @@ def test_a_kind_of_which_little_is_known_takes_the_largest_factor() -> None:
     assert factors(correction) == [3.0, 1.0, 3.0]
 
 
-@settings(deadline=None)
 @given(probes)
 def test_nothing_is_loosened_when_bases_change(history: list[Probe]) -> None:
     correction = after(history)

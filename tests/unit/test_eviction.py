@@ -162,7 +162,7 @@ def test_segments_that_name_each_other_are_all_victims(kind: str) -> None:
     assert sorted(policy.victims()) == [1, 2, 3]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     parents=st.lists(st.integers(-1, 10**6), min_size=1, max_size=12),

@@ -682,4 +682,4 @@ class PartsMachine(RuleBasedStateMachine):
 
 
 TestParts = PartsMachine.TestCase
-TestParts.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestParts.settings = settings(max_examples=100, stateful_step_count=30)

@@ -179,7 +179,7 @@ def test_tails_are_what_the_whole_segment_decodes_to(head_ends: Heads) -> None:
         ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     head_ends=any_heads,
     kept_heads=any_heads | st.just(NO_HEADS),

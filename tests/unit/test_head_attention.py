@@ -46,7 +46,7 @@ def test_queries_of_several_calls(step: int, monkeypatch: pytest.MonkeyPatch) ->
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 24)), min_size=1, max_size=4),
     num_kv_heads=st.integers(1, 3),
@@ -226,7 +226,7 @@ def head_of(start: int, lengths: list[int]) -> Head:
     return Head(1000 + torch.arange(start, ends[0]), 500 + torch.arange(ends[0]), start, ends)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(start=st.integers(0, 6), lengths=lengths_strategy, cuts=st.lists(st.integers(0, 16), max_size=4))
 def test_parts_cover_a_head_once(start: int, lengths: list[int], cuts: list[int]) -> None:
     head = head_of(start, lengths)
@@ -249,7 +249,6 @@ def test_parts_cover_a_head_once(start: int, lengths: list[int], cuts: list[int]
     assert tokens == [list(range(start, end)) for end in head.ends]
 
 
-@settings(deadline=None)
 @given(start=st.integers(0, 6), lengths=lengths_strategy, first=st.integers(0, 20))
 def test_parts_of_no_tokens_are_none(start: int, lengths: list[int], first: int) -> None:
     head = head_of(start, lengths)
@@ -257,7 +256,6 @@ def test_parts_of_no_tokens_are_none(start: int, lengths: list[int], first: int)
     assert head.part(max(lengths), max(lengths) + 5) is None
 
 
-@settings(deadline=None)
 @given(
     start=st.integers(0, 6),
     lengths=lengths_strategy,

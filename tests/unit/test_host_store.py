@@ -347,7 +347,7 @@ def test_leasing_from_the_middle_keeps_what_comes_before(store: HostStore) -> No
     assert {head, tail} < set(stored_ids(store))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(history=st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 400)), max_size=60))
 def test_a_stored_conversation_never_has_a_hole(history: list[tuple[int, bool, int]]) -> None:
     """Conversations that grow a turn at a time, from what is left of them: what is stored is a prefix."""

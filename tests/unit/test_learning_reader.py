@@ -182,7 +182,7 @@ def test_the_kv_of_layers_one_by_one_is_that_of_the_whole_model() -> None:
         assert torch.equal(kv.v, whole.v)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     is_neox=st.booleans(),
     rotary_dim=st.sampled_from([2, 8, 16]),
@@ -332,7 +332,7 @@ class Letters:
         return [ord(letter) for letter in text]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     texts=st.lists(st.text("abc", max_size=40), max_size=6),
     num_tokens=st.integers(2, 12),

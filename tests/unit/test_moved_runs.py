@@ -26,7 +26,7 @@ def keys(name: str, num_pages: int) -> list[str]:
     return [f"{name}-{page}" for page in range(num_pages)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     page_size=st.sampled_from([1, 16, 64]),
     system=st.integers(0, 100),

@@ -55,7 +55,7 @@ def parts(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return found
 
 
-examples = settings(max_examples=20 if IS_INTERPRETED else 150, deadline=None, derandomize=IS_INTERPRETED)
+examples = settings(max_examples=20 if IS_INTERPRETED else 150, derandomize=IS_INTERPRETED)
 
 
 @examples

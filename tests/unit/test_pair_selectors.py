@@ -80,7 +80,7 @@ def total_distance(evidence: Evidence, pairs: tuple[Pair, ...]) -> float:
     return sum(float(distances[i, j]) for i, j in pairs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(attention_evidence(max_layers=7), RATIOS)
 def test_matching_has_the_least_sum_of_all_choices_of_as_many_pairs(
     evidence: Evidence, layer_ratio: float
@@ -143,7 +143,7 @@ def test_random_pairs_depend_on_the_conversation_and_on_nothing_else() -> None:
     assert shared == set(range(16))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(0, 100))
 def test_all_selectors_share_as_many_layers_as_asked_for(num_layers: int, percent: int) -> None:
     zeros = [[0.0] * num_layers for _ in range(num_layers)]

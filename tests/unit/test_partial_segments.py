@@ -41,7 +41,7 @@ def bits(x: torch.Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     is_pair=st.booleans(),
     precision=st.sampled_from(list(Precision)),
@@ -75,7 +75,7 @@ def test_what_is_kept_decodes_to_what_the_whole_decodes_to(
         assert (bits(again.k), bits(again.v)) == (bits(expected.k), bits(expected.v))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     is_pair=st.booleans(),
     num_tokens=st.integers(1, 70),

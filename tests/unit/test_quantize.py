@@ -19,7 +19,7 @@ from krul_backend.codec.pairs.vector_format import (
 finite_floats = st.floats(-65504, 65504, width=32, allow_subnormal=True)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(finite_floats)
 def test_directed_rounding_is_the_nearest_fp16_on_its_side(number: float) -> None:
     x = torch.tensor([number])
@@ -39,7 +39,7 @@ def test_directed_rounding_at_zero_and_beyond_the_range() -> None:
     assert fp16_at_least(x).tolist() == [0, 0, smallest, 0, 65504, -65504]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     bits=st.sampled_from([8, 4, 2]),
     dim=st.sampled_from([1, 3]),
@@ -86,7 +86,7 @@ def test_equal_numbers_are_kept_to_fp16(bits: int) -> None:
     assert torch.equal(dequantize(quantize(zero, scale, offset, bits), scale, offset), zero)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(bits=st.sampled_from([8, 4, 2]), num_codes=st.integers(1, 70), seed=st.integers(0, 1000))
 def test_packing_is_exact_and_dense(bits: int, num_codes: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

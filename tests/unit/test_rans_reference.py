@@ -50,7 +50,7 @@ def reference_record(levels: list[list[int]], scales: list[int], shifts: list[in
     return head + b"".join(word.to_bytes(2, "little") for word in reversed(words))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     scales=st.lists(st.integers(0, 47), min_size=1, max_size=12),
     num_tokens=st.integers(1, 140),

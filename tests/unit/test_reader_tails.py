@@ -183,7 +183,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=cases())
 def test_what_is_asked_for_gives_the_kv_of_whole_segments(case: dict[str, Any]) -> None:
     """Natively stored, coded, in pairs and in subspaces; begun inside a segment, ended before one ends, at
@@ -201,7 +201,7 @@ def test_what_is_asked_for_gives_the_kv_of_whole_segments(case: dict[str, Any]) 
         assert fetched_bytes <= reader.num_bytes + (source.header.range_bytes - 1) * num_ranges
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=cases())
 def test_the_ends_that_are_asked_for_are_records_of_what_is_stored(case: dict[str, Any]) -> None:
     """They start no earlier than what is stored, and a segment of which they were read can be opened."""

@@ -262,7 +262,7 @@ def test_a_load_without_heads_is_only_waited_for() -> None:
     assert rig.restore.counters.head_tokens == 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     heads=st.lists(
         st.tuples(st.integers(0, 10), st.lists(st.integers(0, 20), min_size=NUM_LAYERS, max_size=NUM_LAYERS)),

@@ -61,7 +61,7 @@ def problems_with_heads(draw: st.DrawFn) -> tuple[RestoreProblem, list[int]]:
     return problem, heads
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems_with_heads())
 def test_the_pipeline_is_that_of_the_events(case: tuple[RestoreProblem, list[int]]) -> None:
     problem, head_ends = case
@@ -190,7 +190,7 @@ def test_streams_are_in_order() -> None:
     assert np.all(pipeline.own.start_s >= pipeline.load.end_s)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems_with_heads())
 def test_loads_that_take_the_forwards_cores_count_beside_nothing(
     case: tuple[RestoreProblem, list[int]],

@@ -57,7 +57,7 @@ def best_end_s(problem: RestoreProblem) -> float:
     return min([problem.recompute_s, *ends_s])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems())
 def test_the_plan_of_the_oracle_is_the_best_of_all(problem: RestoreProblem) -> None:
     solution = OptimalPlanner(tolerance=0, max_nodes=4096).solve(problem)
@@ -65,7 +65,7 @@ def test_the_plan_of_the_oracle_is_the_best_of_all(problem: RestoreProblem) -> N
     assert solution.gap <= 1e-9
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems())
 def test_the_oracle_is_within_its_tolerance_and_its_bound_holds(problem: RestoreProblem) -> None:
     solution = OptimalPlanner().solve(problem)
@@ -78,7 +78,7 @@ def test_the_local_search_usually_finds_the_best_plan_of_small_problems() -> Non
     """Measured: the best of all in 99% of them, and 20% behind it in the worst one."""
     behind = []
 
-    @settings(max_examples=200, deadline=None, derandomize=True, phases=[Phase.generate])
+    @settings(max_examples=200, derandomize=True, phases=[Phase.generate])
     @given(problems())
     def search(problem: RestoreProblem) -> None:
         best_s, end_s = best_end_s(problem), SEARCH.plan(problem).end_s
@@ -108,7 +108,7 @@ def test_the_local_search_ends_at_most_one_percent_behind_the_oracle() -> None:
     assert max(behind) <= 0.02
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(max_layers=12, max_pages=30))
 def test_plans_are_allowed_and_never_beat_the_oracle(problem: RestoreProblem) -> None:
     solution, searched = OptimalPlanner().solve(problem), SEARCH.plan(problem)
@@ -129,7 +129,7 @@ def test_plans_are_allowed_and_never_beat_the_oracle(problem: RestoreProblem) ->
 
 
 @pytest.mark.parametrize("name", ["full-load", "uniform", "pyramid"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems(max_layers=8, max_pages=8))
 def test_only_an_impossible_restore_is_recomputed(name: str, problem: RestoreProblem) -> None:
     is_possible = RestoreTiming(problem).is_possible
@@ -150,7 +150,7 @@ def busy_problems(draw: st.DrawFn) -> RestoreProblem:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(busy_problems())
 def test_no_plan_ends_before_the_earliest_end(problem: RestoreProblem) -> None:
     timing, head_ends = RestoreTiming(problem), list(allowed_head_ends(problem))
@@ -159,7 +159,7 @@ def test_no_plan_ends_before_the_earliest_end(problem: RestoreProblem) -> None:
         assert earliest_end_s(timing) <= ends_s.min() * (1 + 1e-9)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(busy_problems(), st.sampled_from([(1 / 16, 0.0), (1 / 16, 0.5), (0.3, 0.0), (0.3, 5.0)]))
 def test_heads_that_gain_enough_are_searched(problem: RestoreProblem, gains: tuple[float, float]) -> None:
     """And without those that gain less, the restore is later by less than that gain."""
@@ -243,7 +243,7 @@ def test_long_prefixes_are_planned_within_the_tolerance(problem: RestoreProblem)
     assert solution.plan.end_s >= simulate(problem, solution.plan.head_ends).ideal_s * (1 - 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(max_layers=3, max_pages=9), st.integers(1, 4))
 def test_bounds_of_coarse_cells_hold_for_every_page(problem: RestoreProblem, max_cells: int) -> None:
     timing = RestoreTiming(problem)
@@ -253,7 +253,7 @@ def test_bounds_of_coarse_cells_hold_for_every_page(problem: RestoreProblem, max
         assert bound_s <= min(ends_s) * (1 + 1e-9) + 1e-9
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=1, max_size=4),
     st.sampled_from([None, 0, 1, 2]),

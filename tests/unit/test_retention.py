@@ -16,7 +16,7 @@ def by_head(tokens: torch.Tensor, counts: tuple[int, ...]) -> list[list[int]]:
     return [part.tolist() for part in tokens.split(counts)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     num_tokens=st.integers(1, 80),
     num_heads=st.integers(1, 3),

@@ -75,7 +75,7 @@ def test_rotation_equals_hugging_face_in_float64(name: str) -> None:
         )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     is_neox=st.booleans(),
     rotary_dim=st.sampled_from([2, 32, 64]),

@@ -170,7 +170,7 @@ def test_bytes_of_a_pair() -> None:
     assert encoding.layer_num_bytes == (directions + norms + rows + tokens, norms + rows)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     precision=st.sampled_from(list(Precision)),
     is_pair=st.booleans(),

@@ -114,7 +114,7 @@ def check_restored(
     check_tails(whole_decode(kind), DEVICE_TOKENS, head_ends, slots, before, pool)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=kinds,
     head_ends=heads_strategy,
@@ -144,7 +144,7 @@ def test_tails_of_any_heads_are_read_exactly(
         assert kept_bytes < MAX_KEPT_BYTES or reader.num_bytes == once_bytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(kind=kinds, kept_heads=heads_strategy, head_ends=heads_strategy)
 def test_tails_are_read_from_segments_that_lack_their_first_tokens(
     kind: str, kept_heads: Heads, head_ends: Heads

@@ -21,7 +21,7 @@ def unit(*numbers: float) -> torch.Tensor:
     return unit_directions(torch.tensor(numbers, dtype=torch.float32))[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(head_dim=st.integers(2, 128), t=st.floats(0, 1), mix=st.floats(-3, 3), seed=st.integers(0, 10_000))
 def test_slerp_equals_the_formula_in_float64(head_dim: int, t: float, mix: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -193,7 +193,7 @@ def test_nobody_waits_for_a_reader_that_was_closed(fd: int) -> None:
     assert "closed" in str(late.error)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranges=st.lists(
         st.tuples(st.booleans(), st.integers(0, NUM_LARGE_PIECES), st.integers(0, 12)), max_size=12

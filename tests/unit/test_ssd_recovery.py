@@ -130,7 +130,7 @@ def test_several_damaged_headers_cost_their_records(log: Path, caplog: pytest.Lo
     ]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 30), num_flips=st.integers(1, 6))
 def test_flips_anywhere_cost_no_more_records_than_there_are_flips(
     flushed: dict[str, bytes], tmp_path: Path, seed: int, num_flips: int

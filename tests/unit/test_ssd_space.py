@@ -406,4 +406,4 @@ def is_of_seed(checksums: Checksums, sizes: tuple[int, ...], seed: int) -> bool:
 
 
 TestSsdTierAgainstADictionary = SsdTierMachine.TestCase
-TestSsdTierAgainstADictionary.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestSsdTierAgainstADictionary.settings = settings(max_examples=15, stateful_step_count=30)

@@ -135,7 +135,7 @@ segments_and_tails = st.integers(1, 4).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     segments=segments_and_tails,
     range_bytes=st.sampled_from([1 << 20, 16 * KIB, 4096, 1000, 97]),
@@ -326,7 +326,7 @@ def test_no_more_is_read_of_a_segment_that_has_failed(
         assert disk.num_bytes_read - before < 1.3 * sum(sizes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     damaged=st.integers(0, 2),
     layer=st.integers(0, 1),

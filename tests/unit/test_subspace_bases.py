@@ -86,7 +86,7 @@ def test_everything_that_decoding_depends_on_is_in_the_digest() -> None:
     assert ModelBases(replace(SHAPE, dtype=torch.float16), one.groups).digest == one.digest
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_file_that_was_cut_or_changed_is_refused(file: Path, data: st.DataObject) -> None:
     whole = file.read_bytes()
@@ -190,7 +190,7 @@ def test_groups_follow_each_other_from_the_first_layer_on() -> None:
             ModelBases(SHAPE, groups)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_heads=st.integers(1, 3),
     k_dim=st.integers(1, 5),

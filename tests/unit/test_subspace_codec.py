@@ -37,7 +37,7 @@ LARGEST_ERROR = max(ROUNDING + SHRINK, 1 - ROUNDING) + SHRINK + 0.1
 """Of a coefficient, in steps of its token, unless it is clipped. A tenth is for products in bf16."""
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_what_comes_back_is_within_the_step_of_each_token(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), "dtype")
@@ -388,7 +388,7 @@ def test_damage_of_a_long_segment_is_near_the_limit() -> None:
     assert damage_of(case) == pytest.approx(case.encoded.damage, rel=1e-2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     # Below, the largest levels and the precision of fp32 set the damage, not the limit.
     limit=st.floats(-3, 1).map(lambda exponent: 10**exponent),
@@ -489,7 +489,7 @@ def test_more_first_tokens_than_a_record_has_are_refused() -> None:
     assert torch.equal(case.decode(1, 63)[0].k[0], case.layers[2].k[63])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1000), step_log2=st.floats(-10, 4), scale_log2=st.floats(-8, 4))
 def test_rounding_errors_are_bounded_and_small_numbers_are_zero(
     seed: int, step_log2: float, scale_log2: float

@@ -140,7 +140,7 @@ def test_blocks_are_kept_from_the_record_of_the_shortest_head_of_their_group(
     assert layout.decodable_from(kept_from) == tuple(expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, END + 20), min_size=NUM_LAYERS, max_size=NUM_LAYERS))
 def test_what_is_kept_is_enough_for_any_heads_and_less_than_a_record_more(head_ends: list[int]) -> None:
     _, layout = segment()

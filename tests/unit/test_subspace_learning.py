@@ -181,7 +181,7 @@ def test_encoder_and_decoder_are_inverse_on_what_is_kept() -> None:
         torch.testing.assert_close(restored, vectors, rtol=0, atol=1e-3)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1000), step_log2=st.floats(-8, 2))
 def test_expected_damage_is_half_of_the_quadratic_form_of_the_error(seed: int, step_log2: float) -> None:
     texts, bases = correlated_texts(), _correlated_bases()

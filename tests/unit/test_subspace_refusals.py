@@ -134,7 +134,7 @@ _json_values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_random_parameters_decode_or_are_refused(data: st.DataObject) -> None:
     params = dict(standard_case().encoded.params)
@@ -155,7 +155,7 @@ def test_random_parameters_decode_or_are_refused(data: st.DataObject) -> None:
         pass
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_damaged_blocks_decode_to_something_or_are_refused(data: st.DataObject) -> None:
     case = standard_case()
@@ -218,7 +218,7 @@ def test_blocks_of_another_size_or_kind_are_refused() -> None:
             case.decoder.decode_all(blocks)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     num_tokens=st.integers(1, 300),
     rank=st.integers(1, 70),

@@ -16,7 +16,7 @@ from krul_backend.codec.subspace.bases import group_vectors
 from krul_backend.codec.subspace.vectors import TokenRows, put_vectors
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_vectors_are_the_kv_without_embedding_less_the_mean(data: st.DataObject) -> None:
     num_heads, k_dim, v_dim = (
