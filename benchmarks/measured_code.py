@@ -19,7 +19,17 @@ def _parts(own: str, backend: str) -> tuple[str, ...]:
 _CODEC = "codec attention machine_code.py"
 _TIERS = "tiers store daemon/client daemon/protocol daemon/server"
 _TIERS_USE = "segment.py free_extents.py memory.py numa.py"
-_SERVERS = ("krul_sglang", "backend/krul_backend", "demo", "benchmarks/serving", "benchmarks/planners.py")
+_PRODUCT = ("krul_sglang", "backend/krul_backend")
+_NOT_SERVING = "cli sizing adapter/platforms/nvidia.py"
+_NOT_TIERS = "tiers/objects daemon/cli daemon/server/page"
+_WITH_SSD = (
+    *_PRODUCT,
+    *(f"-krul_sglang/{name}" for name in _NOT_SERVING.split()),
+    *(f"-backend/krul_backend/{name}" for name in _NOT_TIERS.split()),
+    *("krul_sglang/cli/timed_answer.py", "demo"),
+)
+_IN_MEMORY = (*_WITH_SSD, "-backend/krul_backend/tiers/ssd")
+_SERVERS = ("benchmarks/serving", "benchmarks/planners.py")
 _QUALITY = "benchmarks/quality benchmarks/baselines.py benchmarks/variants.py reference_model"
 _LEARNING = "krul_sglang/learning krul_sglang/engine/budget/coarse.py"
 _SIMULATION = "benchmarks/simulate benchmarks/planners.py krul_sglang/sizing/on_paper.py"
@@ -31,21 +41,25 @@ PARTS = {
     "benchmarks.scale": _parts("benchmarks/scale.py benchmarks/tiers", f"{_TIERS} {_TIERS_USE}"),
     "benchmarks.simulate": _parts(_SIMULATION, "planner codec strategy"),
     "benchmarks.launches": _parts(_LAUNCHES, f"{_CODEC} triton_rows.py device.py"),
-    "benchmarks.overlap": ("benchmarks/overlap.py", *_SERVERS),
-    "benchmarks.serving": _SERVERS,
-    "benchmarks.multiturn": ("benchmarks/multiturn.py", *_SERVERS),
-    "benchmarks.load": ("benchmarks/load", *_SERVERS),
-    "demo": ("krul_sglang", "backend/krul_backend", "demo"),
-    "tests.gpu": ("krul_sglang", "backend/krul_backend", "tests/gpu"),
+    "benchmarks.overlap": ("benchmarks/overlap.py", *_SERVERS, *_WITH_SSD),
+    "benchmarks.serving": (*_SERVERS, *_WITH_SSD),
+    "benchmarks.multiturn": ("benchmarks/multiturn.py", *_SERVERS, *_WITH_SSD),
+    "benchmarks.load": ("benchmarks/load", *_SERVERS, *_IN_MEMORY),
+    "demo": _IN_MEMORY,
+    "tests.gpu": (*_PRODUCT, "tests/gpu"),
 }
-"""Files and folders that decide what a program measures: its own, and the parts of the product it uses."""
+"""Files and folders that decide what a program measures: its own, and the parts of the product it uses. One
+that begins with a minus is left out of the folders before it."""
 
 
 def digest(paths: Iterable[str], root: Path = ROOT) -> str:
     """8 hex digits of the Python code in files and folders below ``root``, without comments, documentation
-    and formatting. The paths of the files count."""
-    found = (root / path for path in paths)
-    files = {file for path in found for file in ([path] if path.is_file() else path.rglob("*.py"))}
+    and formatting. The paths of the files count. A path after a minus leaves out what earlier ones named."""
+    files: set[Path] = set()
+    for path in paths:
+        part = root / path.removeprefix("-")
+        named = {part} if part.is_file() else set(part.rglob("*.py"))
+        files = files - named if path.startswith("-") else files | named
     lines = (f"{file.relative_to(root).as_posix()} {_of_code(file.read_text())}\n" for file in sorted(files))
     return sha256("".join(lines).encode()).hexdigest()[:8]
 

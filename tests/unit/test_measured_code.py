@@ -71,6 +71,15 @@ def test_files_count_by_their_names_and_once(tmp_path: Path) -> None:
     assert digest(["part", "part/file.py"], tmp_path) == digest(["part"], tmp_path)
 
 
+def test_a_path_after_a_minus_leaves_out_what_earlier_ones_named(tmp_path: Path) -> None:
+    (tmp_path / "part" / "inner").mkdir(parents=True)
+    (tmp_path / "part" / "file.py").write_text(CODE)
+    alone = digest(["part"], tmp_path)
+    (tmp_path / "part" / "inner" / "other.py").write_text(CODE)
+    assert digest(["part", "-part/inner"], tmp_path) == alone != digest(["part"], tmp_path)
+    assert digest(["-part/inner", "part"], tmp_path) == digest(["part"], tmp_path)
+
+
 def test_a_page_says_whether_the_code_is_as_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, kept = tmp_path / "benchmarks" / "codec.py", tmp_path / "codec-cpu.json"
     code.parent.mkdir()
@@ -110,5 +119,5 @@ def test_every_program_that_writes_a_result_has_its_parts_and_they_exist() -> No
     parsers = re.findall(r'make_(?:serving_)?parser\(\s*"(\w+)"', sources)
     assert {f"benchmarks.{name}" for name in parsers} == {name for name in PARTS if "benchmarks." in name}
     for path in {path for paths in PARTS.values() for path in paths}:
-        assert (ROOT / path).exists(), path
+        assert (ROOT / path.removeprefix("-")).exists(), path
     assert code_of("python -m pytest tests/unit/test_demo.py") is None
