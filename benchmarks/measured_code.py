@@ -20,12 +20,12 @@ _CODEC = "codec attention machine_code.py"
 _TIERS = "tiers store daemon/client daemon/protocol daemon/server"
 _TIERS_USE = "segment.py free_extents.py memory.py numa.py"
 _PRODUCT = ("krul_sglang", "backend/krul_backend")
-_NOT_SERVING = "cli sizing adapter/platforms/nvidia.py"
-_NOT_TIERS = "tiers/objects daemon/cli daemon/server/page"
+_NOT_RUN = "cli sizing adapter/platforms/nvidia.py"
+_NOT_RUN_OF_BACKEND = "tiers/objects daemon/cli daemon/server/page"
 _WITH_SSD = (
     *_PRODUCT,
-    *(f"-krul_sglang/{name}" for name in _NOT_SERVING.split()),
-    *(f"-backend/krul_backend/{name}" for name in _NOT_TIERS.split()),
+    *(f"-krul_sglang/{name}" for name in _NOT_RUN.split()),
+    *(f"-backend/krul_backend/{name}" for name in _NOT_RUN_OF_BACKEND.split()),
     *("krul_sglang/cli/timed_answer.py", "demo"),
 )
 _IN_MEMORY = (*_WITH_SSD, "-backend/krul_backend/tiers/ssd")
