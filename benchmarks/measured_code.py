@@ -19,17 +19,18 @@ def _parts(own: str, backend: str) -> tuple[str, ...]:
 _CODEC = "codec attention machine_code.py"
 _TIERS = "tiers store daemon/client daemon/protocol daemon/server"
 _TIERS_USE = "segment.py free_extents.py memory.py numa.py"
-_PRODUCT = ("krul_sglang", "backend/krul_backend")
-_NOT_RUN = "cli sizing adapter/platforms/nvidia.py"
-_NOT_RUN_OF_BACKEND = "tiers/objects daemon/cli daemon/server/page"
-_WITH_SSD = (
-    *_PRODUCT,
-    *(f"-krul_sglang/{name}" for name in _NOT_RUN.split()),
-    *(f"-backend/krul_backend/{name}" for name in _NOT_RUN_OF_BACKEND.split()),
-    *("krul_sglang/cli/timed_answer.py", "demo"),
+_ON_A_CPU = (
+    "krul_sglang",
+    "-krul_sglang/cli",
+    "krul_sglang/cli/timed_answer.py",
+    "-krul_sglang/sizing",
+    "-krul_sglang/adapter/platforms/nvidia.py",
+    "backend/krul_backend",
+    "-backend/krul_backend/tiers/objects",
+    "-backend/krul_backend/daemon/cli",
 )
-_IN_MEMORY = (*_WITH_SSD, "-backend/krul_backend/tiers/ssd")
-_SERVERS = ("benchmarks/serving", "benchmarks/planners.py")
+_NO_SSD = "-backend/krul_backend/tiers/ssd"
+_SERVERS = ("demo", "benchmarks/serving", "benchmarks/planners.py", *_ON_A_CPU)
 _QUALITY = "benchmarks/quality benchmarks/baselines.py benchmarks/variants.py reference_model"
 _LEARNING = "krul_sglang/learning krul_sglang/engine/budget/coarse.py"
 _SIMULATION = "benchmarks/simulate benchmarks/planners.py krul_sglang/sizing/on_paper.py"
@@ -41,15 +42,14 @@ PARTS = {
     "benchmarks.scale": _parts("benchmarks/scale.py benchmarks/tiers", f"{_TIERS} {_TIERS_USE}"),
     "benchmarks.simulate": _parts(_SIMULATION, "planner codec strategy"),
     "benchmarks.launches": _parts(_LAUNCHES, f"{_CODEC} triton_rows.py device.py"),
-    "benchmarks.overlap": ("benchmarks/overlap.py", *_SERVERS, *_WITH_SSD),
-    "benchmarks.serving": (*_SERVERS, *_WITH_SSD),
-    "benchmarks.multiturn": ("benchmarks/multiturn.py", *_SERVERS, *_WITH_SSD),
-    "benchmarks.load": ("benchmarks/load", *_SERVERS, *_IN_MEMORY),
-    "demo": _IN_MEMORY,
-    "tests.gpu": (*_PRODUCT, "tests/gpu"),
+    "benchmarks.overlap": ("benchmarks/overlap.py", *_SERVERS),
+    "benchmarks.serving": _SERVERS,
+    "benchmarks.multiturn": ("benchmarks/multiturn.py", *_SERVERS),
+    "benchmarks.load": ("benchmarks/load", *_SERVERS, _NO_SSD),
+    "demo": ("demo", *_ON_A_CPU, _NO_SSD),
+    "tests.gpu": ("krul_sglang", "backend/krul_backend", "tests/gpu"),
 }
-"""Files and folders that decide what a program measures: its own, and the parts of the product it uses. One
-that begins with a minus is left out of the folders before it."""
+"""Files and folders that decide what a program measures: its own, and the parts of the product it uses."""
 
 
 def digest(paths: Iterable[str], root: Path = ROOT) -> str:
