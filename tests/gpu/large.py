@@ -59,13 +59,13 @@ def sizes_of(setting: Setting) -> Sizes:
     return SMALL if setting.is_dry else LARGE
 
 
-def large_model(setting: Setting) -> Path:
+def large_model(setting: Setting, num_layers: int = NUM_LAYERS) -> Path:
     """The checkpoint to serve: that of ``--model``, or random weights, which are made once."""
     if setting.model is not None:
         return Path(setting.model)
-    path = setting.folder / "model"
+    path = setting.folder / f"model-{num_layers}"
     if not (path / "made").exists():
-        shape = {"hidden_size": _WIDTH, "num_layers": NUM_LAYERS, "num_heads": _WIDTH // HEAD_DIM}
+        shape = {"hidden_size": _WIDTH, "num_layers": num_layers, "num_heads": _WIDTH // HEAD_DIM}
         shape |= {"num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
         shape |= {"max_positions": 65_536, "init_std": 0.02}
         build_tiny_model(path, dtype="bfloat16", **({} if setting.is_dry else shape))
@@ -118,8 +118,8 @@ def _predicted(again: ProbeAnswer) -> dict[str, float]:
 
 
 def turns_are_kept_in_bases(setting: Setting) -> dict[str, Any]:
-    """Bases are learned here, no turn is skipped, and restores are as fast as the planner believes."""
-    sizes, model, cache = sizes_of(setting), large_model(setting), setting.folder / "cache"
+    """Bases of ten layers are learned here, no turn is skipped, and restores are as fast as is believed."""
+    sizes, model, cache = sizes_of(setting), large_model(setting, 10), setting.folder / "cache"
     learned_s = _learn(setting, model, cache)
     options = _options(setting, planner="full-load", strategy="subspace", error_budget=4.0, probe_share=0.0)
     options |= {"cache_dir": str(cache), "fast_copies": "never"}
