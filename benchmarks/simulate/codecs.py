@@ -9,7 +9,7 @@ import torch
 
 from krul_backend.codec.interface import TokenRun
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.pairs.selectors import num_shared_pairs
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.units import UnitPlan
@@ -19,7 +19,7 @@ from krul_sglang.sizing.on_paper import HBM_SHARE, Gpu, Model
 LAYER_RATIO = 0.5
 """The paper's ``r_l``: half of the layers are in a pair."""
 _TOKENS = 1024
-_OPTIONS = CodecOptions(retention=RetentionRule.SHARE)
+_OPTIONS = CodecOptions(retained_amount=0.0, num_first_tokens=53)
 
 
 @dataclass(frozen=True)

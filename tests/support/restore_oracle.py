@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from krul_backend.codec.layout import LayerShape
-from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.units import UnitDecoder
 from krul_backend.strategy.strategy import Precision, Strategy
-from tests.support.codec_builders import encode_all, random_layers, rotary_table
+from tests.support.codec_builders import START_TOKEN, encode_all, random_layers, rotary_table
 
 Restore = Callable[
     [UnitDecoder, int, dict[int, torch.Tensor], int, int, torch.Tensor, torch.Tensor, torch.Tensor], None
@@ -27,8 +27,8 @@ RELATIVE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2**-10, torch.bfloat16
 class RestoreCase:
     """A segment of two layers, and tokens ``[first_token, end_token)`` of it; all of it by default.
 
-    ``retained_share`` of a pair's tokens have rows of their own. ``has_tail_only``: the blocks start with the
-    group of ``first_token``.
+    ``retained_share``: the codec's ``retained_amount``; with 1 all tokens of a pair have rows of their own.
+    ``has_tail_only``: the blocks start with the group of ``first_token``.
     """
 
     shape: LayerShape
@@ -55,9 +55,9 @@ def encode_case(case: RestoreCase, device: str) -> tuple[dict[int, torch.Tensor]
     rotary = rotary_table(case.rotary_dim, 8192, case.is_neox) if case.rotary_dim > 0 else None
     options = CodecOptions(
         case.group_size,
-        retention=RetentionRule.SHARE,
         retained_amount=case.retained_share,
-        num_first_tokens=0,
+        # Of equal numbers none is above the smallest one.
+        num_first_tokens=0 if case.retained_share < 1 else START_TOKEN + case.num_tokens,
     )
     codec = ModelCodecs(case.shape, 2, rotary, options)
     strategy = Strategy.from_pairs(2, [(0, 1)] if case.is_pair else [], case.precision)

@@ -307,6 +307,39 @@ def test_errors_cost_as_much_as_was_expected_when_they_were_made(start_token: in
     assert lost == pytest.approx(case.encoded.damage, rel=1e-3 if num_tokens <= 128 else 0.1)
 
 
+def test_errors_of_the_first_token_count_once_however_many_tokens_are_sampled() -> None:
+    def all_lost(num_tokens: int) -> float:
+        is_first = (torch.arange(num_tokens) == 0)[:, None, None]
+        off = [((a.k - b.k)[:num_tokens] * is_first, (a.v - b.v)[:num_tokens] * is_first) for a, b in pairs]
+        codec, place = SubspaceCodec(standard_bases(), None), {"start_token": 0, "num_tokens": num_tokens}
+        read = [LayerKV(*each) for each in off].__getitem__
+        return codec.sample(read, attention=None, are_errors=True, **place).all_lost
+
+    pairs = [*zip(*(make_layers(standard_bases(), 1000, None, seed=seed) for seed in (0, 1)), strict=True)]
+    assert all_lost(1000) == pytest.approx(all_lost(100), rel=0.01)
+
+
+@pytest.mark.parametrize(("num_tokens", "mean"), [(100, 4), (600, 4), (600, 1)])
+def test_sinks_have_the_finest_step_and_a_large_worth(num_tokens: int, mean: int) -> None:
+    """Tokens with KV near zero, whatever attention they have drawn; not where ordinary KV may be as small."""
+    groups = [replace(one, mean=mean * one.magnitudes @ one.decoder) for one in standard_bases().groups]
+    codec = SubspaceCodec(ModelBases(standard_bases().shape, tuple(groups)), None)
+    layers, sinks = make_layers(codec.bases, num_tokens, None), np.arange(5, num_tokens, 50)
+    for part in [part for kv in layers for part in (kv.k, kv.v)]:
+        part[sinks] *= 0.1
+    place: dict[str, Any] = {"start_token": 0, "num_tokens": num_tokens, "attention": None}
+    sample = codec.sample(layers.__getitem__, **place)
+    encoded = codec.encode(layers.__getitem__, **place, max_damage=0.3, sample=sample)
+    # The first token is stored as it is, and loses nothing.
+    others = np.setdiff1d(np.arange(1, num_tokens), sinks)
+    for rows, shift, worth in ((sinks, *((FINEST_SHIFT, 256) if mean == 4 else (0, 1))), (others, 0, 1)):
+        assert ((sample.shifts[:, rows] == shift) & (sample.worth[:, rows] == worth)).all()
+    decoded = codec.open(encoded.params, start_token=0, num_tokens=num_tokens).decode_all(encoded.blocks)
+    errors = torch.cat([(a.v - b.v).double().flatten(1) for a, b in zip(decoded, layers, strict=True)], 1)
+    error_of_sinks, error = (float(errors[rows].square().mean().sqrt()) for rows in (sinks, others))
+    assert error_of_sinks < 0.4 * error or mean != 4
+
+
 def test_a_long_segment_is_read_no_more_often_than_a_short_one() -> None:
     """Once to choose the step, and once to encode it, in whatever pieces; a short one only once."""
     layers = make_layers(standard_bases(), 3000, None)

@@ -4,22 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 
 from krul_backend.errors import CodecError
-
-
-class RetentionRule(Enum):
-    """Says which tokens of a pair keep their own vectors, by the angle between the two layers' vectors.
-
-    ``THRESHOLD`` (MiniCache, section 4.3): distance above ``d_max - (d_max - d_min) * amount``, with the
-    largest and smallest distance of the head in the segment. MiniCache's inequality, read literally, keeps
-    the most similar tokens; its text says the most different ones, and that is what is done here.
-    ``SHARE``: the ``amount`` share of a head's tokens with the largest distances, rounded up.
-    """
-
-    THRESHOLD = "threshold"
-    SHARE = "share"
 
 
 @dataclass(frozen=True)
@@ -29,7 +15,9 @@ class CodecOptions:
     ``group_size``: tokens that have one scale per key channel, and the unit of partial reads. The other
     options are for pairs that share directions.
     ``slerp_t``: how far the shared direction lies from the lower layer's to the upper layer's.
-    ``retention``, ``retained_amount``: see ``RetentionRule``; 0 retains no token for its angle.
+    ``retained_amount``: a token keeps its own vectors where their angle is above ``d_max - (d_max - d_min) *
+    amount`` of the head's largest and smallest one, as MiniCache's text says (section 4.3; its inequality,
+    read literally, keeps the most similar tokens); 0 retains no token for its angle.
     ``num_first_tokens``: tokens at the start of the conversation that are always retained.
 
     Raises:
@@ -38,7 +26,6 @@ class CodecOptions:
 
     group_size: int = 64
     slerp_t: float = 0.6
-    retention: RetentionRule = RetentionRule.THRESHOLD
     retained_amount: float = 0.05
     num_first_tokens: int = 1
 

@@ -173,17 +173,6 @@ class Strategy(StoredAs):
                 partners[layer] = partner
         return cls(tuple(LayerStrategy(precisions[i], partners.get(i)) for i in range(num_layers)))
 
-    @classmethod
-    def of_unit(cls, num_layers: int, unit: tuple[int, ...], precision: Precision) -> Strategy:
-        """One unit, ``(i,)`` or a pair ``(i, j)``, at ``precision``; every other layer alone and native.
-
-        Raises:
-            StrategyError: see ``from_pairs``.
-        """
-        pairs = [(unit[0], unit[1])] if len(unit) == 2 else []
-        precisions = [precision if layer in unit else Precision.NATIVE for layer in range(num_layers)]
-        return cls.from_pairs(num_layers, pairs, precisions)
-
     def to_json(self) -> list[dict[str, Any]]:
         """Plain values that ``from_json`` accepts."""
         return [{"precision": layer.precision.value, "partner": layer.partner} for layer in self.layers]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from krul_backend.codec.layout import GroupRun, LayerKV, Section, Views
-from krul_backend.codec.options import CodecOptions, RetentionRule
+from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.pairs.parameters import RetainedCounts
 from krul_backend.codec.pairs.units import FusedUnit
 from krul_backend.codec.pairs.vector_format import FP16_MAX, VectorFormat, key_and_value_formats
@@ -196,14 +196,8 @@ def must_retain(
 
 
 def retained_counts(distances: torch.Tensor, start_token: int, options: CodecOptions) -> tuple[int, ...]:
-    """How many tokens each head retains, by angular distances ``[T, H]``; see ``RetentionRule``."""
-    num_tokens, num_heads = distances.shape
-    forced = must_retain(num_tokens, start_token, options, distances.device)
-    if options.retention is RetentionRule.SHARE:
-        num_forced = int(forced.sum())
-        # Rounded up; the factor undoes that 0.1 * 30 is a little more than 3 in binary.
-        wanted = -int(-options.retained_amount * (num_tokens - num_forced) * (1 - 1e-12) // 1)
-        return (num_forced + wanted,) * num_heads
+    """Count the tokens that each head retains, by angular distances ``[T, H]``; see ``CodecOptions``."""
+    forced = must_retain(len(distances), start_token, options, distances.device)
     low, high = torch.aminmax(distances, dim=0)
     is_far = distances > high - (high - low) * options.retained_amount
     counts: list[int] = (is_far | forced.unsqueeze(1)).sum(dim=0).tolist()

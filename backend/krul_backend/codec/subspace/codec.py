@@ -219,6 +219,12 @@ class SubspaceCodec:
         raw = torch.cat(first_tokens).view(torch.uint8)
         worth, lost, coefficients, sums = views(found.cpu())
         worths, shifts, picked = worth.numpy(), step_shifts(worth).numpy(), index.numpy()
+        if are_errors:
+            # Every segment has as many first tokens, however few of the others are sampled.
+            worths[:, : max(0, self._num_first_tokens - start_token)] *= num_sampled / num_tokens
+        else:
+            for group, costs in enumerate(self._costs):
+                costs.mark_sinks(picked, coefficients[group].numpy(), worths[group], shifts[group])
         samples = [
             GroupSample(
                 np.ascontiguousarray(coefficients[group, :, : basis.rank].numpy()),
@@ -299,7 +305,8 @@ class SubspaceCodec:
         for encoders in self._at_once(len(chunks[0].index), sample.segment.num_tokens):
             pause()
             begun += self._begin_rounding(encoders, read, sample, best.step, chunks)
-            if self._device.shares_cores or sum(each.num_bytes for each in begun) > MOST_AWAITED_BYTES:
+            num_bytes = sum(found.nbytes for each in begun for _, found in each.awaited)
+            if self._device.shares_cores or num_bytes > MOST_AWAITED_BYTES:
                 yield from self._finished(begun, pause)
                 begun = []
         yield from self._finished(begun, pause)
@@ -380,12 +387,9 @@ class _Rounding:
         of_sample = sample.groups[group]
         self.rounded = RoundedTokens.none(sample.segment.num_tokens, of_sample.num_kept(step))
         self.awaited: list[tuple[Integers, torch.Tensor]] = []
-        self._worth, self._steps = sample.worth[group], token_steps(step, sample.shifts[group])
+        self._worth, self._shifts, self._step = sample.worth[group], sample.shifts[group], step
+        self._costs = of_sample.costs
         self._add(sample.rows, of_sample.coefficients)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(coefficients.nbytes for _, coefficients in self.awaited)
 
     def round(self) -> None:
         """Round what has come."""
@@ -393,8 +397,9 @@ class _Rounding:
             self._add(index, coefficients.numpy())
         self.awaited.clear()
 
-    def _add(self, index: Integers, coefficients: Values) -> None:
-        self.rounded.add(index, coefficients, self._steps[index], self._worth[index])
+    def _add(self, rows: Integers, coefficients: Values) -> None:
+        self._costs.mark_sinks(rows, coefficients, self._worth, self._shifts)
+        self.rounded.add(rows, coefficients, token_steps(self._step, self._shifts[rows]), self._worth[rows])
 
 
 def _first_tokens(layers: Sequence[LayerKV], segment: SegmentTokens) -> list[torch.Tensor]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import log2
+from math import log2, pi
 
 import numpy as np
 import torch
 
 from krul_backend.codec.coefficients.scales import BAND, Integers, Shifts, Values, num_bands
+from krul_backend.codec.subspace import quantizer
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
 from krul_backend.codec.subspace.coded_tail import SegmentTokens
 from krul_backend.codec.subspace.parameters import LARGEST_STEP, SMALLEST_STEP
@@ -23,6 +24,10 @@ from krul_backend.machine_code import compiled
 LEAST_MAGNITUDE = 0.25
 """The last bands are left out if their mean magnitude is below this many steps. Nearly all their levels would
 be zero, and the bytes save more in a finer step for the others."""
+
+_SINK_WORTH, _SINK_NEARNESS, _SINK_COEFFICIENTS = 256.0, 0.2, 64
+"""A sink is worth that many average tokens. Its squared distance from KV that is zero is below this share of
+theirs, in so many coefficients."""
 
 _SLACK, _SLACK_OF_LIMIT = 0.005, 0.001
 """The search aims below the limit by these shares of what rounding may cost and of the limit, and ends within
@@ -84,15 +89,37 @@ def segment_damage(
 @dataclass(frozen=True, eq=False)
 class ErrorCosts:
     """Holds the costs of errors in a group's coefficients, on the host: ``GroupBasis.scatter_costs [R]``, and
-    ``GroupBasis.shift_sums`` of the decoder, ``[R, sums]``."""
+    ``GroupBasis.shift_sums`` of the decoder, ``[R, sums]``. ``zero [any]``: the first coefficients of KV that
+    is zero. ``reach [any]``: sinks are within this squared distance from it, in those up to each one."""
 
     scatter: Sums
     shift: Values
+    zero: Values
+    reach: Values
 
     @classmethod
     def of(cls, basis: GroupBasis) -> ErrorCosts:
-        shift = basis.shift_sums(basis.decoder)
-        return cls(basis.scatter_costs.double().cpu().numpy(), shift.cpu().numpy())
+        shift, zero = basis.shift_sums(basis.decoder), -basis.mean @ basis.encoder[:, :_SINK_COEFFICIENTS]
+        # Of the mean, and of normal numbers with this mean magnitude.
+        mean, around = zero.square().cumsum(0), basis.magnitudes[: len(zero)].square().cumsum(0) * (pi / 2)
+        # Where the mean is small, other tokens may be as near to zero.
+        reach = torch.where(mean > around, _SINK_NEARNESS * (mean + around), 0)
+        parts = shift, zero, reach
+        return cls(basis.scatter_costs.double().cpu().numpy(), *(part.cpu().numpy() for part in parts))
+
+    def mark_sinks(self, rows: Integers, coefficients: Values, worth: Values, shifts: Shifts) -> None:
+        """Give the sinks among the tokens ``rows [n]``, with ``coefficients [n, any]``, the worth of a sink
+        and the finest step: in ``worth [T]`` and ``shifts [T]``, which have all tokens of the segment.
+
+        A sink has KV near zero and draws attention from whatever follows, as a conversation's first token
+        does. Text that repeats itself makes sinks of many tokens (Yona et al. 2025, arXiv 2503.08908). Only
+        later text attends to them, so that the attention which they have drawn does not show it.
+        """
+        num_known = min(coefficients.shape[1], len(self.zero))
+        distances = np.square(coefficients[:, :num_known] - self.zero[:num_known]).sum(1)
+        sinks = rows[(distances < self.reach[num_known - 1]) & (worth[rows] > 0)]
+        worth[sinks] = np.maximum(worth[sinks], _SINK_WORTH)
+        shifts[sinks] = quantizer.FINEST_SHIFT
 
     def squared_total(self, restored: Sums, vector_sum: Values) -> float:
         """See ``GroupErrors``. ``restored [any]``: the sum of the first coefficients that come back.
@@ -150,7 +177,7 @@ class GroupSample:
         self._rows = np.arange(self.num_tokens)
         self._worth = worth
         self._steps = token_steps(1, shifts)
-        self._costs = costs
+        self.costs = costs
         totals = np.zeros((2, self._rank))
         # Of the coefficients, or the bands, from each one on.
         self._left_out = np.zeros((2, self._rank + 1))
@@ -187,11 +214,11 @@ class GroupSample:
         num_tokens, num_kept = self.num_tokens + num_others, len(rounded.restored)
         share = num_tokens / self.num_tokens
         # Coefficients are rounded each for itself.
-        scatter = float(rounded.squares @ self._costs.scatter[:num_kept])
+        scatter = float(rounded.squares @ self.costs.scatter[:num_kept])
         left_out, left_out_scatter = self._left_out[:, num_kept].tolist()
         return GroupErrors(
             self.outside.own_damage + own_outside + rounded.own_damage + share * left_out,
-            self._costs.squared_total(rounded.restored, self._vector_sum + of_others),
+            self.costs.squared_total(rounded.restored, self._vector_sum + of_others),
             scatter + share * (self.outside.scatter + left_out_scatter),
             num_tokens,
         )
