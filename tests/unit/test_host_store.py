@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -231,11 +232,8 @@ def test_two_threads_that_commit_the_same_pages_leave_one_segment(store: HostSto
         start.wait()
         commit_to(store, reservation, make_manifest("c", 0, 3, (100, 60)))  # type: ignore[arg-type]
 
-    threads = [threading.Thread(target=commit, args=(reservation,)) for reservation in reservations]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(commit, reservations))
     stats = store.stats()
     assert (stats.num_segments, stats.used_bytes, stats.num_reservations) == (1, 192, 0)
 
@@ -849,17 +847,8 @@ def test_threads_that_do_everything_at_once_never_see_wrong_bytes(
             if stats.used_bytes + stats.free_bytes != stats.capacity_bytes:
                 failures.append(f"{stats}")
 
-    def guarded(worker: int) -> None:
-        try:
-            work(worker)
-        except Exception as error:
-            failures.append(repr(error))
-
-    threads = [threading.Thread(target=guarded, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert failures == []
     stats = store.stats()
     assert min(num_leases) > 0

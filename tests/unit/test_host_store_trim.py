@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -488,17 +488,8 @@ def test_many_threads_trim_lease_store_and_clear() -> None:
             if stats.used_bytes + stats.free_bytes != stats.capacity_bytes:
                 failures.append(f"{stats}")
 
-    def guarded(worker: int) -> None:
-        try:
-            work(worker)
-        except Exception as error:
-            failures.append(repr(error))
-
-    threads = [threading.Thread(target=guarded, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert failures == []
     assert min(num_trims) > 0
     assert min(num_leases) > 0

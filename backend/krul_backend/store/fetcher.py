@@ -142,7 +142,8 @@ class Fetcher:
                 self._end(each)
 
     def hurry(self, lease: Lease) -> None:
-        """Read what of a lease is still on its way before all that only was prefetched."""
+        """Read what of a load's lease is still on its way before all that only was prefetched."""
+        self._host.note_load(lease)
         with self._counting:
             reads = [self._reads.get(piece.segment_id) for piece in lease.slices]
         for read in reads:

@@ -283,9 +283,9 @@ class StoreStats:
     the pages that they asked for; ``tier_hit_pages`` the hits by tier. ``fetched_segments`` came from a lower
     tier; ``failed_fetches`` were asked for, but did not come. ``undecodable_segments`` were dropped because
     an engine could not decode them. ``pinned_bytes`` are kept by pins. Of what came by ``prefetch``, lookups
-    found ``prefetch_useful_bytes`` in DRAM; ``prefetch_wasted_bytes`` left it before. ``hints`` reached a
-    stored conversation; ``comeback_pages`` were read into DRAM because of one; hints can name
-    ``named_conversations``.
+    found ``prefetch_useful_bytes`` in DRAM, or loads took them while they came; ``prefetch_wasted_bytes``
+    left it before. ``hints`` reached a stored conversation; ``comeback_pages`` were read into DRAM because of
+    one; hints can name ``named_conversations``.
 
     Fast copies (see ``KVStore.reserve``) take ``fast_copy_bytes``, without alignment, which are part of
     ``used_bytes``. No other number counts them, except that pages found in one are hits.

@@ -331,10 +331,11 @@ class DramBooks:
             self._order.advise(segment, hint)
             self._quotas.advise(segment, hint)
 
-    def note_found(self, segments: Iterable[StoredSegment]) -> None:
-        """Note that a lookup found these; a prefetch was worth it for those that it brought whole."""
+    def note_found(self, segments: Iterable[StoredSegment], *, is_load: bool = False) -> None:
+        """Note that a lookup found these, or a load takes them. A prefetch was worth it for those that it has
+        brought whole; to a load also for those that still come."""
         for segment in segments:
-            if segment.is_prefetched and segment.status is None:
+            if segment.is_prefetched and (is_load or segment.status is None):
                 segment.is_prefetched = False
                 self.counters.prefetch_useful_bytes += segment.manifest.num_bytes
 

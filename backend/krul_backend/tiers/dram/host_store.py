@@ -178,6 +178,11 @@ class HostStore:
             books.touch(books.index.path_to(run.segment))
         return Lease(lease_id, run.num_pages, _slices((run,)))
 
+    def note_load(self, lease: Lease) -> None:
+        """Note that a load takes what is leased."""
+        with self._locked.open() as books:
+            books.note_found((run.segment for run in books.leases[lease.lease_id]), is_load=True)
+
     def fetch(self, lease: Lease) -> tuple[SegmentSlice, ...]:
         """As ``KVStore.fetch``. DRAM has all of these segments, but some may still be arriving.
 

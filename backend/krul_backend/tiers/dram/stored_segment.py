@@ -37,7 +37,7 @@ class StoredSegment:
     fields without the lock.
 
     ``is_fast_copy``: see ``KVStore.reserve``. ``is_prefetched``: it was read ahead of a load, and no
-    lookup has found it here since.
+    lookup has found it here since, and no load has taken it.
 
     ``status`` is set while layers arrive from ``origin``, a lower tier; its flags lie in ``flags_extent``,
     which is freed with the segment. ``lower_load_s``: seconds to read the segment from the fastest lower tier
