@@ -69,7 +69,7 @@ SERVED = (
     ),
     Served(
         "sliding windows: Mellum, whose windows have a pool of their own (random weights), by whole loads up "
-        "to the ends of turns and of prompts",
+        "to the ends of turns and of prompts; with --speculative-algorithm NGRAM, STANDALONE, EAGLE",
         "tests/integration/test_hybrid_serving.py",
     ),
     Served(
@@ -99,7 +99,7 @@ SERVED = (
     Served("--schedule-policy fcfs, lpm", "tests/integration/test_restoring.py"),
     Served("--tp-size 2 on one host", "tests/integration/test_restoring.py"),
     Served(
-        "--enable-dp-attention, --attn-dp-size 2, by whole loads; also with latent KV and MTP",
+        "--enable-dp-attention, --attn-dp-size 2, by whole loads; also with latent KV, MTP, and bases",
         "tests/integration/test_dp_attention.py",
     ),
     Served(
@@ -138,7 +138,7 @@ UNTESTED = (
         "the proof of recomputed heads at every start; without it whole prefixes are loaded",
     ),
     Untested(
-        "other models with a pool of sliding windows: gpt-oss, Gemma-4, MiMo, Step",
+        "other models with a pool of sliding windows: gpt-oss, Gemma-4, MiMo, Step; such a pool and EAGLE3",
         "krul copies rows of SGLang's two pools, whatever the layers compute from them",
     ),
     Untested(

@@ -294,8 +294,9 @@ class CostCalibration:
         self, codec: ModelCodecs, unit: tuple[int, ...], precision: Precision, slots: torch.Tensor
     ) -> tuple[UnitDecoder, dict[int, torch.Tensor]]:
         """A unit of the rows at ``slots``, as a segment: its decoder, and its blocks on the host by layer."""
-        device, num_tokens = self._pool.streams, len(slots)
-        strategy = Strategy.of_unit(self._pool.num_layers, unit, precision)
+        device, num_tokens, num_layers = self._pool.streams, len(slots), self._pool.num_layers
+        precisions = [precision if layer in unit else Precision.NATIVE for layer in range(num_layers)]
+        strategy = Strategy.from_pairs(num_layers, [(unit[0], unit[-1])] if unit[1:] else [], precisions)
         run = TokenRun(partial(self._pool.gather, slots=slots), 0, num_tokens, in_pool=(self._pool, slots))
         encoded = codec.of(strategy).encode(run, UnitPlan(strategy))
         on_host = {}

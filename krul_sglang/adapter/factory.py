@@ -185,7 +185,7 @@ def build_cache(ctx: Any) -> Any:
             rotary,
             SharedBases(store, model.identity) if can_share else None,
             has_rotary=ctx.model_config.hf_config.model_type not in BARE_MODELS,
-            rank=agreement.rank,
+            rank=start_agreement.rank,
             ranks_per_host=ranks_per_host,
             relearn_within=config.error_budget if config.relearn else None,
         )
@@ -228,7 +228,7 @@ def build_cache(ctx: Any) -> Any:
     runtime.cache = create_unified_radix_cache(ctx, cache_class=make_cache)
     if file is not None:
         # Last, so that it disturbs no measurement.
-        file.learn(setup.restore_agreement, setup.codec.make_room_for_bases, runtime.engine.add_bases)
+        file.learn(setup.start_agreement, setup.codec.make_room_for_bases, runtime.engine.add_bases)
     connection.locks.begin()
     return runtime.cache
 

@@ -16,6 +16,7 @@ from krul_sglang.adapter.unsupported import (
     FOREIGN_POOL,
     FOREIGN_SCALES,
     UNSEEN_INDEX,
+    WINDOW_DRAFTS,
 )
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.draft_kv import LOSSY_PRECISION, DraftKV
@@ -155,8 +156,7 @@ def open_draft(
     ranks_per_host: int,
     is_lossless: bool,
 ) -> DraftKV | None:
-    """The KV of the draft model that SGLang runs beside ``target``; None without one. Every rank calls it at
-    the same point.
+    """The KV of the draft model beside ``target``; None without one. Every rank calls it at the same point.
 
     ``settings`` are the resolved server arguments. ``of_server`` joins all ranks, ``agreement`` those that
     share the KV heads. Unless ``is_lossless``, KV that is not fp8 is stored in fewer bits. Raises what
@@ -165,6 +165,8 @@ def open_draft(
     if not runners:
         return None
     (runner,) = runners
+    if runner.is_hybrid_swa:
+        raise WINDOW_DRAFTS.error(type(runner.token_to_kv_pool).__name__)
     pool = open_model_pool(runner)
     load_format = settings["speculative_draft_load_format"] or settings["load_format"]
     own = identify_model(

@@ -201,7 +201,9 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
         if states is None:
             return {}
         tree = self.cache.tree_core
-        num_prompt = len(req.origin_input_ids) // self.cache.page_size * self.cache.page_size
+        # With drafts from hidden states the token after a page names it, too: it must be the prompt's.
+        size = self.cache.page_size
+        num_prompt = (len(req.origin_input_ids) - tree.is_eagle) // size * size
         if states.window_pages is not None:
             allocator, longest = self.cache.token_to_kv_pool_allocator, states.window_pages * states.page_size
             return {
@@ -248,7 +250,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     ) -> None:
         """Have a turn of ``req`` stored. ``after``: the token after it, if it names the last page, too."""
         ids = array("q", [*turn.token_ids.tolist(), *after])
-        key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
+        key = RadixKey(ids, req.extra_key, self.cache.tree_core.is_eagle, cache_salt=req.cache_salt)
         job = self.cache_linker.offloader.submit(turn)
         if self.spans is not None:
             job.future.add_done_callback(self.spans.saving(req, len(turn.token_ids)))
@@ -280,6 +282,7 @@ class KrulLinkerWrapper(UnifiedCacheLinkerWrapper):  # type: ignore[misc]
     def finish_replaced(self, key: Any, start: int) -> None:
         """Finish turns that begin like ``key``, and whose slots from token ``start`` on SGLang has just given
         up for those of a request that computed the same tokens: windows before them had left its pool."""
+        key, _ = key.maybe_to_bigram_view(self.cache.tree_core.is_eagle)
         lost = [
             (pending.job, start, pending.num_in_tree)
             for pending in self.pending_offloads

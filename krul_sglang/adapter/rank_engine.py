@@ -290,8 +290,9 @@ def _error_budget(setup: RankSetup, bases: ServedBases, provenance: KvProvenance
     prepare = partial(prepare_probe, setup.model_runner, setup.capture)
     return ErrorBudget(
         limit=config.error_budget,
-        # A probe would need the states of recurrent layers as they were amid the conversation.
-        probe_share=config.probe_share if setup.states is None else 0.0,
+        # A probe would need the states of recurrent layers as they were amid the conversation; and with DP
+        # attention other ranks would have to enter it.
+        probe_share=0.0 if setup.states is not None or setup.has_dp_attention else config.probe_share,
         store=store,
         provenance=provenance,
         model=setup.model,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from krul_sglang.adapter.kv_pool import open_pool
-from krul_sglang.adapter.unsupported import FOREIGN_STATE, STATE_SESSIONS, TREES_AS_CHAINS, WINDOW_DRAFTS
+from krul_sglang.adapter.unsupported import FOREIGN_STATE, STATE_SESSIONS, TREES_AS_CHAINS
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -46,8 +46,6 @@ def open_states(
     algorithm, of_requests = settings["speculative_algorithm"], runner.req_to_token_pool
     make = partial(BoundaryStates, rank=agreement.rank, num_ranks=agreement.num_ranks)
     if runner.is_hybrid_swa:
-        if algorithm:
-            raise WINDOW_DRAFTS.error(f"speculative_algorithm = {algorithm!r}")
         if isinstance(of_requests, HybridReqToTokenPool):
             raise FOREIGN_STATE.error("with a pool of windows")
         windows = open_pool(runner.token_to_kv_pool.swa_kv_pool)

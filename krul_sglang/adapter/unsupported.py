@@ -109,11 +109,11 @@ LAUNCH_RULES = (
     ),
     _flag("--pp-size", "heads need all layers on one rank", example=2, applies=_is_several),
     Rule(
-        "--enable-dp-attention or --attn-dp-size, and a strategy that looks at attention",
-        'probes and bases take forwards that other ranks would have to enter, too: leave strategy = "none"',
+        '--enable-dp-attention or --attn-dp-size, and strategy = "krul"',
+        'layers were never paired with them: take strategy = "subspace"',
         ("enable_dp_attention", "attn_dp_size", "krul.strategy"),
-        lambda is_on, size, strategy: bool(is_on or _is_several(size)) and strategy in ATTENTION_STRATEGIES,
-        (True, 1, "subspace"),
+        lambda is_on, size, strategy: bool(is_on or _is_several(size)) and strategy == "krul",
+        (True, 1, "krul"),
     ),
     _flag("--attn-cp-size", _SCATTERED, example=2, applies=_is_several),
     _flag("--enable-prefill-cp", _SCATTERED),
@@ -254,10 +254,7 @@ STATE_SESSIONS = Refusal(
     "a Mamba or hybrid model and --enable-streaming-session",
     "states and windows are stored at the ends of turns, as the radix tree has them",
 )
-WINDOW_DRAFTS = Refusal(
-    "a model with a pool of windows and --speculative-algorithm",
-    "windows were never stored while tokens are drafted",
-)
+WINDOW_DRAFTS = Refusal("a draft model with a pool of windows", "of drafts no windows are stored")
 TREES_AS_CHAINS = Refusal(
     "recurrent layers and --speculative-algorithm NGRAM with --speculative-ngram-max-bfs-breadth 1, or "
     "convolutions alone and drafts in trees",

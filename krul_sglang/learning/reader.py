@@ -430,7 +430,7 @@ def dynamic_cache(model: Any, layers: Sequence[LayerKV]) -> Any:
             rotary = torch.cat([kv.k[..., ::2], kv.k[..., 1::2]], -1) if _has_halves(model.config) else kv.k
             parts = (kv.v, rotary)
         # [T, Hkv, D] -> [1, Hkv, T, D]
-        keys, values = (x.transpose(0, 1)[None].to(model.dtype) for x in parts)
+        keys, values = (x.transpose(0, 1)[None].to(model.device, model.dtype) for x in parts)
         cache.update(keys, values, layer)
     return cache
 

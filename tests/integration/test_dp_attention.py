@@ -9,17 +9,23 @@ from typing import Any
 
 import pytest
 
+from benchmarks.serving.divergence import divergences, predictions
 from demo.server import ServerProcess, krul_states, wait_for_saves
+from krul_sglang.learning.command import learn_to_files
+from krul_sglang.models.checkpoint import Checkpoint
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     MTP,
+    PAGE_SIZE,
     POOL_TOKENS,
     STRICT_ON_TWO_CORES,
     Answer,
     ask,
     assert_aborts_leave_nothing,
     assert_same,
+    bases_server_args,
     random_prompt,
+    request_payload,
     small_krul_server_args,
     wait_until,
     wait_until_written,
@@ -213,6 +219,37 @@ def test_ranks_of_one_host_share_a_daemon_and_what_it_keeps(served: Served) -> N
     assert {(state["tp_rank"], state["tp_size"]) for state in served.states} == {(0, served.mode.num_sharing)}
     # Both have loaded, so one of them what the other had stored: see ``RANKS_OF_TURNS``.
     assert all(state["load"]["requests"] > 0 for state in served.states)
+
+
+def test_turns_come_back_from_bases_on_the_other_rank(models: dict[str, Path], tmp_path: Path) -> None:
+    assert list(learn_to_files(Checkpoint(str(models["latent"])), None, num_pieces=4, cache_dir=tmp_path))
+    args = (*bases_server_args(POOL_TOKENS, tmp_path, error_budget=0.01, relearn=False), *DP_ATTENTION, *MTP)
+    wanted = {"logprob_start_len": 500, "top_logprobs_num": 512, "max_new_tokens": 1}
+    prompts = [random_prompt(("in bases", number), 500) for number in range(3)]
+    with ForkedServer(models["latent"], args=args, env=STRICT_ON_TWO_CORES) as server:
+
+        def ask_rank(rank: int, ids: list[int]) -> Any:
+            said = server.post_json("/generate", request_payload(ids, **wanted, routed_dp_rank=rank))
+            wait_for_saves(server)
+            return said
+
+        for prompt in prompts:
+            ask_rank(0, prompt)
+        histories = [[*prompt, *random_prompt("added", 64)] for prompt in prompts]
+        computed, decoded = ([ask_rank(rank, history) for history in histories] for rank in range(2))
+        states = wait_for_saves(server)
+        assert_aborts_leave_nothing(server, can_fail=False)
+    from_host = [said["meta_info"]["cached_tokens_details"]["host"] for said in (*computed, *decoded)]
+    assert from_host == 3 * [0] + 3 * [496]
+    pairs = [
+        [predictions(said, with_output=True) for said in pair] for pair in zip(computed, decoded, strict=True)
+    ]
+    assert 1e-5 < sum(divergences(*pair).mean() for pair in pairs) / 3 < 0.015
+    offloads, compressions = ([state[name] for state in states] for name in ("offload", "compression"))
+    num_bytes, tokens = (sum(offload[name] for offload in offloads) for name in ("num_bytes", "tokens"))
+    assert num_bytes * PAGE_SIZE < tokens * offloads[0]["page_bytes"] / 3
+    assert sum(compression["subspace_turns"] for compression in compressions) >= 3
+    assert [compression["budget"]["probes"] for compression in compressions] == [0, 0]
 
 
 def test_a_single_rank_finds_what_two_have_stored(models: dict[str, Path], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ on a server that never evicts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from tests.support.scenario import (
 from tests.support.server_plugin import LEFT_OUT_STATES, SPOILED_STATES, faulty_loads
 from tests.support.tiny_model import (
     build_delta_rule_model,
+    build_eagle_pair,
     build_granite_model,
     build_hybrid_model,
     build_kimi_model,
@@ -346,12 +347,21 @@ def test_failed_loads_are_computed_from_the_state_before(
     assert stats["num_leases"] == 0
 
 
+def _with_eagle(path: Path) -> Path:
+    build_eagle_pair(path, path.with_name("draft"), partial(build_window_pool_model, window=100))
+    return path
+
+
+EAGLE = ("--speculative-algorithm", "EAGLE", *MTP[2:], "--speculative-draft-model-path", "DRAFT")
+CHAINS = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
 TREES = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "4")
-DRAFTING = {
+DRAFTING: dict[str, Any] = {
     "NGRAM, delta rule": (FAMILIES["delta rule"], TREES),
     "NGRAM, Mamba-2": (FAMILIES["Mamba-2"], TREES),
     "MTP, delta rule": (Family(build_mtp_model), MTP),
     "MTP, delta rule with buffer": (_with_buffer(build_mtp_model), MTP),
+    "EAGLE, windows of 100": (replace(FAMILIES["windows of 100"], build=_with_eagle), EAGLE),
+    "NGRAM, windows of 700": pytest.param(FAMILIES["windows of 700"], CHAINS, marks=pytest.mark.long),
 }
 
 
@@ -371,13 +381,14 @@ def test_states_are_those_of_boundaries_also_where_drafts_were_accepted(
 ) -> None:
     for name, value in drafting.env.items():
         monkeypatch.setenv(name, value)
+    speculation = tuple(str(tmp_path / "draft") if arg == "DRAFT" else arg for arg in speculation)
     model, same = drafting.build(tmp_path / "model"), partial(assert_same, within=drafting.within)
     never_evicts = ("--dtype", "float32", "--max-total-tokens", "16384", "--enable-cache-report")
     with ForkedServer(model, args=(*never_evicts, *drafting.args)) as server:
         kept, overshot = play_all(server, evict=False), ask_with_overshoot(server)
     for fails in (False, True):
         env = {**STRICT, **(faulty_loads("load-error") if fails else {})}
-        args = (*small_krul_server_args(POOL_TOKENS, {}), *drafting.args, *speculation)
+        args = (*small_krul_server_args(POOL_TOKENS, {"host_memory": "512MiB"}), *drafting.args, *speculation)
         with ForkedServer(model, args=args, env=env) as server:
             played = play_all(server, evict=True)
             again = ask_again(server, played.turns, evict=True)

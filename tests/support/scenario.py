@@ -119,12 +119,12 @@ def assert_same(
 
 
 def push_out(server: ServerProcess, *, num_tokens: int, seed: object) -> None:
-    """Fill the device pool with other prompts, so that everything idle is evicted from it.
-
-    Returns when they are stored: turns that wait for it hold the room of those that end next.
-    """
+    """Fill the device pool with other prompts, so that everything idle is stored and evicted from it."""
     length = 600
     for i in range(num_tokens // length + 1):
+        # Else the scheduler waits for what is being stored only as long as it is worth with a tiny model.
+        if i % 3 == 0:
+            wait_for_saves(server)
         ask(server, random_prompt(("noise", seed, i), length), max_new_tokens=2)
     wait_for_saves(server)
 

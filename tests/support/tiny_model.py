@@ -8,6 +8,7 @@ text.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +90,9 @@ def make_experts_alike(path: Path) -> None:
     model.save_pretrained(path)
 
 
-def build_eagle_pair(target: Path, draft: Path) -> None:
-    """Write a tiny Llama, and an EAGLE draft for it that is right more often than not.
+def build_eagle_pair(target: Path, draft: Path, build: Callable[[Path], Path] = build_tiny_model) -> None:
+    """Write a tiny model, a Llama unless ``build`` writes another, and an EAGLE draft for it that is right
+    more often than not.
 
     A random draft would never be. So the first layer of the target decides nearly everything: the others add
     little, and the draft has the same layer. It takes the embedding of a token, which the target normalizes
@@ -98,21 +100,18 @@ def build_eagle_pair(target: Path, draft: Path) -> None:
     """
     import torch
     from safetensors.torch import save_file
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    build_tiny_model(target)
-    model = LlamaForCausalLM.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(build(target))
     _let_first_layer_decide(model)
     model.save_pretrained(target)
-    draft.mkdir()
-    config = {**model.config.to_dict(), "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]}
-    (draft / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (draft / name).write_text((target / name).read_text())
+    config_file = build_tiny_model(draft) / "config.json"
+    of_draft = {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]}
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | of_draft))
     weights = {
         f"layers.0.{name}": tensor.detach().clone()
         for name, tensor in model.model.layers[0].named_parameters()
-        if "input_layernorm" not in name
+        if "input_layernorm" not in name and "_norm" not in name
     }
     weights["embed_tokens.weight"] = model.model.embed_tokens.weight.detach().clone()
     identity = torch.eye(model.config.hidden_size)

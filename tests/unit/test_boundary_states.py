@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from krul_backend.tiers.common.hint import Hint
 from krul_sglang.adapter.attach import attach_turn_capture
-from krul_sglang.adapter.kv_pool import open_pool
+from krul_sglang.adapter.kv_pool import open_draft, open_pool
 from krul_sglang.adapter.state_pool import open_states
 from krul_sglang.adapter.unsupported import UnsupportedSetupError
 from krul_sglang.config import KrulConfig
@@ -318,6 +319,14 @@ def test_other_states_and_settings_are_refused(
     with pytest.raises(UnsupportedSetupError, match=message):
         open_states(make_runner(**shapes), ServedModel(rig.model), SETTINGS | settings, ALONE)
     rig.close()
+
+
+def test_a_draft_with_windows_is_refused(tmp_path: Path) -> None:
+    runner = SimpleNamespace(is_hybrid_swa=True, token_to_kv_pool="a pool")
+    target: Any = None
+    options: dict[str, Any] = {"cache_dir": tmp_path, "ranks_per_host": 1, "is_lossless": True}
+    with pytest.raises(UnsupportedSetupError, match="a draft model with a pool of windows"):
+        open_draft([runner], target, SETTINGS, ALONE, ALONE, **options)
 
 
 def test_ranks_that_have_the_same_kv_have_states_of_their_own(hybrid: Hybrid) -> None:

@@ -156,17 +156,18 @@ class Case:
         return outputs
 
     def verified(self, trees: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of new tokens that see what ``trees`` (bool ``[batch, n, n]``) say: the definition of attention,
-        token by token, and krul's backend."""
+        """Of new tokens that see what ``trees`` (bool ``[batch, n, n]``) say, within the layer's window: by
+        the definition of attention, and by krul's backend."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+        num_drafted, window = trees.shape[1], self.layer.sliding_window_size
         batch = SimpleNamespace(
             forward_mode=ForwardMode.TARGET_VERIFY,
             req_pool_indices=self.request_rows,
             seq_lens=torch.tensor([num_cached for num_cached, _ in self.lengths]),
             out_cache_loc=self.own_slots,
             encoder_lens=None,
-            spec_info=SimpleNamespace(draft_token_num=trees.shape[1], custom_mask=trees.flatten()),
+            spec_info=SimpleNamespace(draft_token_num=num_drafted, custom_mask=trees.flatten()),
         )
         q = self.random(len(self.own_slots), self.num_q_heads, HEAD_DIM)
         k = self.random(len(self.own_slots), self.num_kv_heads, HEAD_DIM)
@@ -175,21 +176,22 @@ class Case:
         backend = CpuAttention(runner)
         backend.init_forward_metadata(batch)
         own = backend.forward_extend(q.flatten(1), k, v, self.layer, batch)
-        pool, defined = runner.token_to_kv_pool, []
-        for row, (num_cached, _), tree in zip(self.request_rows, self.lengths, trees, strict=True):
-            for sees in tree:
-                past, drafted = self.req_to_token[row].split(
-                    [num_cached, self.req_to_token.shape[1] - num_cached]
-                )
-                slots = torch.cat([past, drafted[: len(sees)][sees]]).long()
-                # [T, Hkv, D] -> [T, Hq, D]
-                keys, values = (
-                    buffer[0][slots].repeat_interleave(self.num_q_heads // self.num_kv_heads, dim=1)
-                    for buffer in (pool.k_buffer, pool.v_buffer)
-                )
-                scores = torch.einsum("hd,thd->th", q[len(defined)], keys) * self.layer.scaling
-                defined.append(torch.einsum("th,thd->hd", scores.softmax(0), values).flatten())
-        return torch.stack(defined), own
+        buffers = runner.token_to_kv_pool.k_buffer[0], runner.token_to_kv_pool.v_buffer[0]
+        defined = []
+        of_requests = zip(self.request_rows, self.lengths, trees, q.split(num_drafted), strict=True)
+        for row, (num_cached, _), tree, queries in of_requests:
+            sees = torch.cat([tree.new_ones(num_drafted, num_cached), tree], dim=1)
+            positions = torch.cat([torch.arange(num_cached), sees.sum(dim=1) - 1])
+            if window > 0:
+                sees &= positions[num_cached:, None] - positions <= window
+            slots = self.req_to_token[row, : len(positions)].long()
+            # [T, Hkv, D] -> [T, Hq, D]
+            group = self.num_q_heads // self.num_kv_heads
+            keys, values = (buffer[slots].repeat_interleave(group, dim=1) for buffer in buffers)
+            scores = torch.einsum("qhd,thd->qth", queries, keys) * self.layer.scaling
+            shares = scores.masked_fill(~sees[:, :, None], -torch.inf).softmax(1)
+            defined.append(torch.einsum("qth,thd->qhd", shares, values).flatten(1))
+        return torch.cat(defined), own
 
 
 @settings(max_examples=150)
@@ -237,16 +239,19 @@ def test_each_drafted_token_sees_those_before_it() -> None:
 
 @settings(max_examples=60)
 @given(
-    cached=st.lists(st.integers(0, 40), min_size=1, max_size=4), num_drafted=st.integers(1, 6), data=st.data()
+    cached=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    num_drafted=st.integers(1, 6),
+    window=st.sampled_from([-1, 1, 3, 20]),
+    data=st.data(),
 )
 def test_drafted_tokens_see_their_request_and_their_path(
-    cached: list[int], num_drafted: int, data: st.DataObject
+    cached: list[int], num_drafted: int, window: int, data: st.DataObject
 ) -> None:
     trees = torch.eye(num_drafted, dtype=torch.bool).repeat(len(cached), 1, 1)
     for tree in trees:
         for node in range(1, num_drafted):
             tree[node] |= tree[data.draw(st.integers(0, node - 1))]
-    defined, own = Case([(num_cached, num_drafted) for num_cached in cached]).verified(trees)
+    defined, own = Case([(num_cached, num_drafted) for num_cached in cached], window=window).verified(trees)
     torch.testing.assert_close(own, defined, rtol=1e-5, atol=1e-5)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -67,10 +68,9 @@ def learned() -> ModelBases:
 
 def log_probabilities(layers: list[LayerKV], after: list[int]) -> torch.Tensor:
     """``[N, V]`` fp64 of the predictions of ``after`` on a history."""
-    cache_of = dynamic_cache(reader()._model, layers)
-    logits: torch.Tensor = (
-        reader()._model(torch.tensor([after]), past_key_values=cache_of, use_cache=True).logits[0]
-    )
+    model = reader()._model
+    cache_of = dynamic_cache(model, layers)
+    logits: torch.Tensor = model(torch.tensor([after]), past_key_values=cache_of, use_cache=True).logits[0]
     return logits.log_softmax(-1)
 
 
@@ -87,6 +87,12 @@ def likelihood(layers: list[LayerKV], after: list[int], drawn: torch.Tensor) -> 
 def history_of(tokens: Sequence[int]) -> History:
     (history,) = reader().read_histories([tokens])
     return history
+
+
+def test_a_cache_lies_where_its_model_does() -> None:
+    model = SimpleNamespace(device=torch.device("meta"), dtype=torch.bfloat16, config=reader()._model.config)
+    (layer,) = dynamic_cache(model, history_of(ids(4)).layers[:1]).layers
+    assert (layer.keys.is_meta, layer.values.is_meta) == (True, True)
 
 
 def text_of(tokens: Sequence[int], num_read: int, seed: int) -> LearningText:

@@ -7,8 +7,10 @@ drafted tokens, and reads the windows of a pool of their own, which ``torch_nati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -82,28 +84,33 @@ class MaskedSpan:
     sees: torch.Tensor
 
 
-def draft_spans(req_to_token: torch.Tensor, seq_lens: list[int], spec_info: Any) -> Iterator[MaskedSpan]:
-    """The spans of a forward that verifies. ``seq_lens`` are without the drafted tokens.
-
-    ``spec_info`` is SGLang's; its ``custom_mask`` (bool ``[batch * n * n]``) is about drafted tokens alone.
-    """
+def draft_spans(
+    req_to_token: torch.Tensor, seq_lens: list[int], spec_info: Any, window: float
+) -> Iterator[MaskedSpan]:
+    """The spans of drafted tokens that are verified, where each token attends to ``window`` tokens before it.
+    ``seq_lens`` are without the drafted tokens; the ``custom_mask`` (bool ``[batch * n * n]``) of SGLang's
+    ``spec_info`` is about these alone."""
     num_drafted = spec_info.draft_token_num
     trees = spec_info.custom_mask.view(-1, num_drafted, num_drafted)
     for index, (row, seq_len, tree) in enumerate(zip(req_to_token, seq_lens, trees, strict=True)):
-        sees = torch.cat([tree.new_ones(num_drafted, seq_len), tree], dim=1)
+        first = int(max(0, seq_len - window))
+        sees = torch.cat([tree.new_ones(num_drafted, seq_len - first), tree], dim=1)
+        # Of the drafted ones, a token sees itself and those of its branch before it.
+        positions = torch.cat([torch.arange(first, seq_len), seq_len - 1 + tree.sum(dim=1)])
+        sees &= positions[-num_drafted:, None] - positions <= window
         rows = slice(index * num_drafted, (index + 1) * num_drafted)
-        yield MaskedSpan(rows, row[: seq_len + num_drafted].long(), sees)
+        yield MaskedSpan(rows, row[first : seq_len + num_drafted].long(), sees)
 
 
 def window_spans(
-    req_to_token: torch.Tensor, seq_lens: list[int], num_new: list[int], window: int
+    req_to_token: torch.Tensor, seq_lens: list[int], num_new: list[int], window: float
 ) -> Iterator[MaskedSpan]:
     """The spans of a layer in which each token attends to ``window`` tokens before it. ``seq_lens`` are with
     the ``num_new`` tokens of each request."""
     for row, end, first_row, num_tokens in zip(
         req_to_token, seq_lens, accumulate(num_new, initial=0), num_new, strict=False
     ):
-        positions = torch.arange(max(0, end - num_tokens - window), end)
+        positions = torch.arange(int(max(0, end - num_tokens - window)), end)
         since = positions[-num_tokens:, None] - positions
         rows = slice(first_row, first_row + num_tokens)
         yield MaskedSpan(rows, row[positions].long(), (since >= 0) & (since <= window))
@@ -125,8 +132,7 @@ def branch_rows(
 class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     """Attends to paged KV on a CPU, with results that equal those of ``torch_native`` within rounding.
 
-    Layers that are not causal over a request's own tokens (encoders, cross attention) are left to SGLang's
-    backend, and so are windows over drafted tokens.
+    Layers that are not causal over a request's own tokens (as in encoders) are left to SGLang's backend.
     """
 
     def __init__(self, model_runner: Any, num_drafted: int = 0, branches: tuple[int, int] = (1, 0)) -> None:
@@ -138,9 +144,9 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         self._branches = branches
         self._extend = GatheredAttention()
         self._decode: tuple[DecodeGroup, ...] = ()
-        self._drafts: tuple[MaskedSpan, ...] = ()
-        self._requests: tuple[torch.Tensor, list[int], list[int]] = (torch.empty(0), [], [])
-        self._windows: dict[int, tuple[MaskedSpan, ...]] = {}
+        self._are_drafts = False
+        self._masked: Callable[[float], Iterator[MaskedSpan]] = lambda window: iter(())
+        self._spans: dict[float, tuple[MaskedSpan, ...]] = {}
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of requests that pad a batch: with DP attention all ranks decode as many."""
@@ -151,8 +157,8 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         super().init_forward_metadata(forward_batch)
         self._extend.plan(())
         self._decode = ()
-        self._drafts = ()
-        self._windows = {}
+        self._are_drafts = forward_batch.forward_mode.is_target_verify()
+        self._spans = {}
         if forward_batch.forward_mode.is_idle():
             return
         rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
@@ -160,14 +166,14 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         if forward_batch.forward_mode.is_decode():
             rows, seq_lens = branch_rows(rows, seq_lens, *self._branches)
             seq_lens = [seq_len + self._num_drafted for seq_len in seq_lens]
-            self._requests = rows, seq_lens, [1] * len(seq_lens)
+            self._masked = partial(window_spans, rows, seq_lens, [1] * len(seq_lens))
             self._decode = tuple(decode_groups(rows, seq_lens, self._dtype))
             return
-        if forward_batch.forward_mode.is_target_verify():
-            self._drafts = tuple(draft_spans(rows, seq_lens, forward_batch.spec_info))
+        if self._are_drafts:
+            self._masked = partial(draft_spans, rows, seq_lens, forward_batch.spec_info)
             return
         num_new = forward_batch.extend_seq_lens.tolist()
-        self._requests = rows, seq_lens, num_new
+        self._masked = partial(window_spans, rows, seq_lens, num_new)
         self._extend.plan(
             [
                 Span(end - num_tokens, num_tokens, row[:seq_len].long())
@@ -181,38 +187,32 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> torch.Tensor:
         """Attention of new tokens: ``q [rows, Hq * D]`` to ``[rows, Hq * Dv]``."""
-        if _is_foreign(layer, forward_batch) or (self._drafts and layer.sliding_window_size > 0):
+        if _is_foreign(layer, forward_batch):
             foreign: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
             return foreign
         buffers = self._buffers(k, v, layer, forward_batch, save_kv_cache)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        masked = self._windows_of(layer) if layer.sliding_window_size > 0 else self._drafts
-        if masked:
-            return self._attend_masked(queries, *buffers, layer, masked).flatten(1)
+        if self._are_drafts or layer.sliding_window_size > 0:
+            return self._attend_masked(queries, *buffers, layer).flatten(1)
         return self._extend.attend(queries, *buffers, layer).flatten(1)
 
-    def _windows_of(self, layer: Any) -> tuple[MaskedSpan, ...]:
-        """The spans of a layer with a window, whose slots are those of a pool of windows if there is one."""
-        window, pool = layer.sliding_window_size, self.token_to_kv_pool
-        if window not in self._windows:
-            spans = window_spans(*self._requests, window)
-            if self.use_sliding_window_kv_pool:
-                translate = pool.translate_loc_from_full_to_swa
+    def _spans_of(self, layer: Any) -> tuple[MaskedSpan, ...]:
+        """The spans of a layer, with slots of the pool of windows if there is one and it has a window."""
+        window = layer.sliding_window_size if layer.sliding_window_size > 0 else math.inf
+        if window not in self._spans:
+            spans = self._masked(window)
+            if self.use_sliding_window_kv_pool and window < math.inf:
+                translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
                 spans = (replace(span, slots=translate(span.slots)) for span in spans)
-            self._windows[window] = tuple(spans)
-        return self._windows[window]
+            self._spans[window] = tuple(spans)
+        return self._spans[window]
 
     def _attend_masked(
-        self,
-        q: torch.Tensor,
-        k_buffer: torch.Tensor,
-        v_buffer: torch.Tensor,
-        layer: Any,
-        spans: tuple[MaskedSpan, ...],
+        self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, layer: Any
     ) -> torch.Tensor:
-        """Attention of the tokens of spans: ``q [rows, Hq, D]`` to ``[rows, Hq, Dv]``."""
+        """Attention of the tokens of a layer's spans: ``q [rows, Hq, D]`` to ``[rows, Hq, Dv]``."""
         output = q.new_empty(*q.shape[:2], layer.v_head_dim)
-        for span in spans:
+        for span in self._spans_of(layer):
             keys = read_rows(k_buffer, span.slots, q.dtype, layer.k_scale_float)
             values = read_rows(v_buffer, span.slots, q.dtype, layer.v_scale_float)
             # [T, H, D] -> [H, T, D]
@@ -233,7 +233,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         k_buffer, v_buffer = self._buffers(k, v, layer, forward_batch, save_kv_cache)
         if layer.sliding_window_size > 0:
             rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            return self._attend_masked(rows, k_buffer, v_buffer, layer, self._windows_of(layer)).flatten(1)
+            return self._attend_masked(rows, k_buffer, v_buffer, layer).flatten(1)
         num_kv_heads = layer.tp_k_head_num
         # [B, Hq * D] -> [B, Hkv, G, D]: the query heads of one KV head are rows of one product
         queries = q.reshape(len(q), num_kv_heads, -1, layer.qk_head_dim)
