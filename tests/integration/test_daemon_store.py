@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -298,27 +298,19 @@ def test_clear_drops_what_was_reserved_before_it(store: WatchedStore) -> None:
 def test_many_threads_and_another_process_see_the_same_bytes(
     store: WatchedStore, shared_daemon: EmbeddedDaemon
 ) -> None:
-    errors: list[BaseException] = []
-
     def work(thread: int) -> None:
-        try:
-            for turn in range(20):
-                _, written = put(store, f"c{thread}", turn, turn + 1, seed=100 * thread + turn)
-                lease = lease_pages(store, f"c{thread}", 0, turn + 1)
-                assert lease is not None
-                assert lease.num_pages == turn + 1
-                assert tuple(block.tobytes() for block in lease.slices[-1].blocks) == written
-                store.release(lease)
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(20):
+            _, written = put(store, f"c{thread}", turn, turn + 1, seed=100 * thread + turn)
+            lease = lease_pages(store, f"c{thread}", 0, turn + 1)
+            assert lease is not None
+            assert lease.num_pages == turn + 1
+            assert tuple(block.tobytes() for block in lease.slices[-1].blocks) == written
+            store.release(lease)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    other = start_client(shared_daemon, 'put(store, "elsewhere", 0, 3, sizes=(500, 300), seed=77)')
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as threads:
+        worked = threads.map(work, range(4))
+        other = start_client(shared_daemon, 'put(store, "elsewhere", 0, 3, sizes=(500, 300), seed=77)')
+        list(worked)
     lease = lease_pages(store, "elsewhere", 0, 3)
     assert lease is not None
     expected = np.random.default_rng(77).integers(0, 256, 500, dtype=np.uint8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -226,27 +225,17 @@ def test_abort_of_waiting_and_running_requests(server: ServerProcess) -> None:
 
 
 def test_many_conversations_at_once_in_a_pool_for_two(server: ServerProcess) -> None:
-    errors: list[str] = []
-    lock = threading.Lock()
-
     def converse(index: int) -> int:
         history = random_prompt(("many", index), 350)
         host_tokens = 0
         for turn in range(4):
-            try:
-                answer = ask(server, history, max_new_tokens=24)
-            except Exception as error:
-                with lock:
-                    errors.append(str(error))
-                return host_tokens
+            answer = ask(server, history, max_new_tokens=24)
             host_tokens += answer.host_tokens
             history += [*answer.output_ids, *random_prompt(("turn", index, turn), 40)]
         return host_tokens
 
     with ThreadPoolExecutor(8) as pool:
-        host_tokens = sum(pool.map(converse, range(8)))
-    assert errors == []
-    assert host_tokens > 0
+        assert sum(pool.map(converse, range(8))) > 0
 
 
 def flip_bytes_of_the_arena(server: ServerProcess) -> None:

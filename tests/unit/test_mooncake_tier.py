@@ -7,6 +7,7 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -866,12 +867,10 @@ def test_two_clears_at_once_leave_nothing(host: Host, cluster: FakeCluster, cloc
     put(one, make_manifest("c", 0, 3, SIZES))
     objects = dict(cluster.objects)
     cluster.gate.clear()
-    threads = [threading.Thread(target=tier.clear, args=(MODEL,)) for tier in (one, other)]
-    for thread in threads:
-        thread.start()
-    cluster.gate.set()
-    for thread in threads:
-        thread.join(10)
+    with ThreadPoolExecutor(2) as threads:
+        cleared = threads.map(lambda tier: tier.clear(MODEL), (one, other))
+        cluster.gate.set()
+        list(cleared)
     # Even if nothing had been removed.
     cluster.objects = {**objects, **{key: cluster.objects[key] for key in cluster.names("epoch")}}
     clock.now_s += EPOCH_AGE_S

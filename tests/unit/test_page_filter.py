@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -71,14 +72,8 @@ def test_no_bit_is_lost_when_threads_add_at_once() -> None:
     made = PageFilter()
     # Digests whose bits lie in the same few bytes.
     digests = [bit.to_bytes(8, "little") + bytes(8) for bit in range(4000)]
-    threads = [
-        threading.Thread(target=lambda first=first: [made.add([each]) for each in digests[first::4]])
-        for first in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda first: [made.add([each]) for each in digests[first::4]], range(4)))
     assert bytes(made._bytes[:500]) == b"\xff" * 500
 
 

@@ -7,6 +7,8 @@ import os
 import shutil
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,11 +115,8 @@ def test_disks_are_read_at_the_same_time(disks: list[Path]) -> None:
     assert {run.segment.file.path.parent for run in runs} == {format_directory(each) for each in disks[:2]}
     runs.sort(key=lambda run: not run.segment.file.path.is_relative_to(disks[0]))
     disk.is_on = True
-    threads = [threading.Thread(target=fetch, args=(tier, run)) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(partial(fetch, tier), runs))
     assert disk.is_met.is_set()
     for run in runs:
         tier.release(run)

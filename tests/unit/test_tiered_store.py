@@ -5,7 +5,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -206,11 +208,8 @@ def test_two_threads_that_fetch_the_same_segment_read_it_once(rig: Rig) -> None:
         start.wait()
         fetched.extend(rig.store.fetch(lease))  # type: ignore[arg-type]
 
-    threads = [threading.Thread(target=fetch, args=(lease,)) for lease in leases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(fetch, leases))
     assert fetched[0].segment_id == fetched[1].segment_id
     # A third one finds it on its way.
     third = lease_pages(rig.store, "c", 0, 3)
@@ -397,27 +396,25 @@ def test_a_prefetch_of_one_large_segment_is_never_refused(rig: Rig) -> None:
 
 
 def test_what_was_prefetched_is_counted_once_as_found_or_as_wasted(rig: Rig) -> None:
-    for name in "cd":
-        put_below(rig.ssd, name, 0, 2)
-    keys = {name: page_keys(name, 0, 2) for name in "cd"}
     rig.ssd.reads_go_on.clear()
-    for each in keys.values():
-        assert rig.store.prefetch_pages(MODEL, each, tokens_of(each)).num_pages == 2
-    # On its way is not there.
+    for name in "cde":
+        put_below(rig.ssd, name, 0, 2)
+        keys = page_keys(name, 0, 2)
+        assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == 2
+    # On its way is not there, but a load takes it.
     assert tiers_of(lease_pages(rig.store, "c", 0, 2)) == [("ssd", 2)]
+    taken = lease_pages(rig.store, "e", 0, 2)
+    assert taken is not None
+    rig.store.fetch(taken)
     rig.ssd.reads_go_on.set()
-    wait_until(lambda: rig.store.stats().fetched_segments == 2)
-
-    def counted() -> tuple[int, int]:
-        stats = rig.store.stats()
-        return stats.prefetch_useful_bytes, stats.prefetch_wasted_bytes
-
-    assert counted() == (0, 0)
+    wait_until(lambda: rig.store.stats().fetched_segments == 3)
+    counted = attrgetter("prefetch_useful_bytes", "prefetch_wasted_bytes")
+    assert counted(rig.store.stats()) == (sum(SIZES), 0)
     for _ in range(2):
         assert tiers_of(lease_pages(rig.store, "c", 0, 2)) == [("dram", 2)]
-        assert counted() == (sum(SIZES), 0)
+        assert counted(rig.store.stats()) == (2 * sum(SIZES), 0)
     rig.store.clear(MODEL)
-    assert counted() == (sum(SIZES), sum(SIZES))
+    assert counted(rig.store.stats()) == (2 * sum(SIZES), sum(SIZES))
 
 
 def test_what_a_load_fetches_is_no_prefetch(rig: Rig) -> None:
@@ -842,17 +839,8 @@ def test_threads_that_do_everything_at_once_see_right_bytes_and_leave_nothing() 
                 finally:
                     rig.store.release(lease)
 
-    def guarded(worker: int) -> None:
-        try:
-            work(worker)
-        except Exception as error:
-            failures.append(repr(error))
-
-    threads = [threading.Thread(target=guarded, args=(worker,)) for worker in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, range(3)))
     assert failures == []
     assert min(num_read) > 0
     wait_until(lambda: rig.ssd.num_holds == 0)
