@@ -20,14 +20,9 @@ _CODEC = "codec attention machine_code.py"
 _TIERS = "tiers store daemon/client daemon/protocol daemon/server"
 _TIERS_USE = "segment.py free_extents.py memory.py numa.py"
 _ON_A_CPU = (
-    "krul_sglang",
-    "-krul_sglang/cli",
-    "krul_sglang/cli/timed_answer.py",
-    "-krul_sglang/sizing",
-    "-krul_sglang/adapter/platforms/nvidia.py",
-    "backend/krul_backend",
-    "-backend/krul_backend/tiers/objects",
-    "-backend/krul_backend/daemon/cli",
+    *("krul_sglang", "-krul_sglang/cli", "krul_sglang/cli/timed_answer.py", "-krul_sglang/sizing"),
+    *("-krul_sglang/adapter/platforms/nvidia.py", "backend/krul_backend"),
+    *(f"-backend/krul_backend/{name}" for name in ("page_lock.py", "tiers/objects", "daemon/cli")),
 )
 _NO_SSD = "-backend/krul_backend/tiers/ssd"
 _SERVERS = ("demo", "benchmarks/serving", "benchmarks/planners.py", *_ON_A_CPU)
@@ -66,19 +61,24 @@ def digest(paths: Iterable[str], root: Path = ROOT) -> str:
 
 @cache
 def _of_code(text: str) -> str:
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
-            if isinstance(block, list):
-                kept = [each for each in block if not _is_documentation(each)]
-                setattr(node, name, kept or [ast.Pass()] if name == "body" else kept)
-    return sha256(ast.dump(tree).encode()).hexdigest()
+    return sha256(_dump(ast.parse(text)).encode()).hexdigest()
 
 
-def _is_documentation(node: ast.AST) -> bool:
+def _dump(node: object) -> str:
+    """Code as text, without what differs between releases of Python: empty fields and parts of f-strings."""
+    if isinstance(node, list):
+        return f"[{','.join(_dump(each) for each in node if not _is_documentation(each))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    if isinstance(node, ast.JoinedStr):
+        node = ast.JoinedStr([each for each in node.values if getattr(each, "value", None) != ""])
+    fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+    return f"{type(node).__name__}({','.join(f'{name}={_dump(value)}' for name, value in fields)})"
+
+
+def _is_documentation(node: object) -> bool:
     value = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+    return isinstance(node, ast.Pass) or (isinstance(value, ast.Constant) and isinstance(value.value, str))
 
 
 def code_of(command: str) -> str | None:
