@@ -110,6 +110,7 @@ SERVED = (
     Served("--dtype float32, bfloat16", "tests/integration/test_lossless.py"),
     Served("the radix tree in Rust and in Python", "tests/integration/test_lossless.py"),
     Served("--kv-cache-dtype fp8_e4m3, fp8_e5m2 without scales", "tests/integration/test_fp8_serving.py"),
+    Served('strategy = "subspace" with an fp8 pool', "tests/integration/test_fp8_serving.py"),
     Served("the overlap scheduler, --disable-overlap-schedule", "tests/integration/test_fp8_serving.py"),
     Served("--radix-eviction-policy lru, lfu", "tests/integration/test_fp8_serving.py"),
     Served("cache_salt, extra_key; aborts, disconnects, flushes", "tests/integration/test_serving.py"),

@@ -115,7 +115,6 @@ class Server:
             [k for k, _ in layers],
             [v for _, v in layers],
             num_tokens=2 * num_tokens,
-            element_type=torch.bfloat16,
             write=lambda layer, slots, k, v: None,
             scales=lambda layer: (1.0, 1.0),
         )

@@ -156,7 +156,7 @@ def _kernels(pool: DevicePool, heads: HeadRecompute | None) -> dict[str, str]:
     """Whose kernels recompute heads, decode groups in bases, and write rows to their slots."""
     return {
         "heads": "none" if heads is None else heads.kernel,
-        "coder": "triton" if can_fuse_groups(pool.shape, pool.streams) else "torch",
+        "coder": "triton" if can_fuse_groups(pool.shape.of_numbers, pool.streams) else "torch",
         "scatter": "triton" if pool.streams.runs_triton else "torch",
     }
 

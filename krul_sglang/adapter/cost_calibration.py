@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from krul_backend.codec.interface import TokenRun
+from krul_backend.codec.layout import PoolRows
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.restore import GroupTarget, begin_groups, in_waves
@@ -283,8 +284,8 @@ class CostCalibration:
 
         def restore() -> None:
             blocks = {source: device.upload(on_host[source]) for source in decoder.sources(unit[-1])}
-            buffers = self._pool.buffers(unit[-1])
-            restore_layer(decoder, unit[-1], blocks, 0, num_tokens, *buffers, slots)
+            target = PoolRows(*self._pool.buffers(unit[-1]), slots)
+            restore_layer(decoder, unit[-1], blocks, range(num_tokens), target)
 
         with device.as_bound_thread():
             seconds = min(timed(device, restore) for _ in range(_REPEATS))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from krul_backend.codec.layout import FP8_TYPES
 from krul_backend.strategy import Precision
 from krul_sglang.adapter.unsupported import (
     FOREIGN_ELEMENTS,
@@ -20,7 +21,7 @@ from krul_sglang.adapter.unsupported import (
 )
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.draft_kv import LOSSY_PRECISION, DraftKV
-from krul_sglang.engine.common.kv_pool import FP8_FORMATS, DevicePool
+from krul_sglang.engine.common.kv_pool import DevicePool
 from krul_sglang.engine.common.served_model import ServedModel, identify_model
 
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -63,14 +64,14 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
         raise FOREIGN_POOL.error(type(pool).__name__)
     if not is_latent and pool.kv_cache_layout != "nhd":
         raise FOREIGN_LAYOUT.error(repr(pool.kv_cache_layout))
-    stored_as = torch.uint8 if pool.dtype in FP8_FORMATS else pool.dtype
-    if pool.dtype not in (*_PLAIN_DTYPES, *FP8_FORMATS) or pool.store_dtype != stored_as:
+    stored_as = torch.uint8 if pool.dtype in FP8_TYPES else pool.dtype
+    if pool.dtype not in (*_PLAIN_DTYPES, *FP8_TYPES) or pool.store_dtype != stored_as:
         raise FOREIGN_ELEMENTS.error(str(pool.dtype))
     index_of = None if layer_ids is None else {number: index for index, number in enumerate(layer_ids)}
     modules = {
         module.layer_id if index_of is None else index_of[module.layer_id]: module
         for module in attention
-        if pool.dtype in FP8_FORMATS and (index_of is None or module.layer_id in index_of)
+        if pool.dtype in FP8_TYPES and (index_of is None or module.layer_id in index_of)
     }
 
     def scales(layer: int) -> tuple[float, float]:
@@ -94,26 +95,18 @@ def open_pool(pool: Any, attention: Iterable[Any] = (), backends: Sequence[str] 
             raise FOREIGN_SCALES.error(
                 f"{of_layer[0]} and {of_layer[1]} in layer {layer}, {' and '.join(backends)}"
             )
-    make = partial(
-        DevicePool,
-        num_tokens=pool.size,
-        element_type=pool.dtype,
-        write=write,
-        scales=scales,
-        layer_ids=layer_ids,
-    )
+    make = partial(DevicePool, num_tokens=pool.size, write=write, scales=scales, layer_ids=layer_ids)
+    # SGLang keeps fp8 as uint8.
     if not is_latent:
-        return make(pool.k_buffer, pool.v_buffer)
+        k, v = ([each.view(pool.dtype) for each in part] for part in (pool.k_buffer, pool.v_buffer))
+        return make(k, v)
+    whole = [rows.view(pool.dtype) for rows in pool.kv_buffer]
     if type(pool) is DSATokenToKVPool:
-        whole = list(zip(pool.kv_buffer, pool.kv_buffer, strict=True))
-        return make(_parts_of_pages(pool), pool.kv_buffer, attended=whole, are_pages=True)
+        parts = [part.view(pool.dtype) for part in _parts_of_pages(pool)]
+        return make(parts, whole, attended=list(zip(whole, whole, strict=True)), are_pages=True)
     rank = pool.kv_lora_rank
-    latent = [rows[..., :rank] for rows in pool.kv_buffer]
-    return make(
-        [rows[..., rank:] for rows in pool.kv_buffer],
-        latent,
-        attended=list(zip(pool.kv_buffer, latent, strict=True)),
-    )
+    latent = [rows[..., :rank] for rows in whole]
+    return make([rows[..., rank:] for rows in whole], latent, attended=list(zip(whole, latent, strict=True)))
 
 
 def _parts_of_pages(pool: Any) -> list[torch.Tensor]:

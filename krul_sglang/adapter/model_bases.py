@@ -18,7 +18,7 @@ from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.errors import CodecError, ConfigError, KrulError
 from krul_backend.memory import is_out_of_memory
 from krul_backend.segment import ModelIdentity
-from krul_sglang.adapter.unsupported import FOREIGN_ROTARY
+from krul_sglang.adapter.unsupported import FOREIGN_ROTARY, SCALED_BASES
 from krul_sglang.engine.budget import OlderBases, RecentText, ServedBases, SharedBases, TextDrift
 from krul_sglang.engine.common.agreement import RankAgreement
 from krul_sglang.engine.common.kv_pool import DevicePool
@@ -55,7 +55,8 @@ class BasesFile:
 
     Raises:
         ConfigError: the weights cannot be identified, so no file is theirs.
-        UnsupportedSetupError: a model with a rotary embedding (``has_rotary``) that its keys keep.
+        UnsupportedSetupError: a model with a rotary embedding (``has_rotary``) that its keys keep, or a pool
+            with scales.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class BasesFile:
     ) -> None:
         if rotary is None and has_rotary:
             raise FOREIGN_ROTARY.error(model.name)
+        if pool.is_scaled:
+            raise SCALED_BASES.error(model.dtype)
         self._checkpoint = checkpoint
         self._cache_dir = cache_dir
         self._model = model
@@ -272,7 +275,7 @@ class BasesFile:
     def _codec(self, bases: ModelBases) -> SubspaceCodec:
         """Raises CodecError if the bases are for other layers than the model's."""
         self._check(bases)
-        of_pool = ModelBases(self._pool.shape, bases.groups, bases.damage_factor)
+        of_pool = ModelBases(self._pool.shape.of_numbers, bases.groups, bases.damage_factor)
         return SubspaceCodec(of_pool.to(self._pool.device), self._rotary)
 
     def _check(self, bases: ModelBases) -> None:

@@ -58,6 +58,7 @@ class HistoryAttention(AttentionBackend):  # type: ignore[misc]
             return q.new_zeros(len(queries), layer.tp_q_head_num * layer.v_head_dim)
 
     def _attend(self, q: torch.Tensor, history: LayerKV, own: LayerKV, scaling: float) -> torch.Tensor:
+        history = LayerKV(history.k.to(own.k.dtype), history.v.to(own.v.dtype))
         if history.k.shape[-1] != own.k.shape[-1]:
             history = LayerKV(torch.cat([history.v, history.k], dim=-1), history.v)
         keys = torch.cat([history.k, own.k]).transpose(0, 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from krul_backend.codec.layout import LayerKV
+from krul_backend.codec.layout import LayerKV, as_bytes
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device
 from krul_sglang.adapter.engine_prefill import EnginePrefill
@@ -163,7 +163,7 @@ def prove_heads(model_runner: Any, tree_cache: Any, pool: DevicePool, heads: Hea
             after = [pool.elements(layer, prefilled.slots, torch.float32) for layer in range(pool.num_layers)]
             recomputed.append((after, outputs))
     proofs = [
-        _compare(before, after, ends, outputs, pool.element_type, model_runner.dtype)
+        _compare(before, after, ends, outputs, pool.shape.dtype, model_runner.dtype)
         for after, outputs in recomputed
     ]
     return proofs[0]
@@ -209,7 +209,7 @@ def _compare(
 def _clear(pool: DevicePool, prefilled: Prefilled, ends: Sequence[int]) -> None:
     for layer, end in enumerate(ends):
         for buffer in pool.buffers(layer):
-            buffer.index_fill_(0, prefilled.slots[:end], 0)
+            as_bytes(buffer).index_fill_(0, prefilled.slots[:end], 0)
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

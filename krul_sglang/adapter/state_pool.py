@@ -73,9 +73,7 @@ def open_states(
         half = rows[0][0].shape[-1] // 2
         rows = [[row[..., :half] for row in rows[0]], [row[..., half:] for row in rows[0]]]
     first, second = rows
-    states = DevicePool(
-        first, second, num_tokens=of_states.size, element_type=torch.uint8, write=_refuse, scales=_no_scales
-    )
+    states = DevicePool(first, second, num_tokens=of_states.size, write=_refuse, scales=_no_scales)
     return make(states, layout, target)
 
 

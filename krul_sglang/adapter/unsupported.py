@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from krul_backend.errors import KrulError
+from krul_backend.strategy import SUBSPACE
 from krul_sglang.config import ATTENTION_STRATEGIES, KrulConfig
 
 FP8_DTYPES = ("fp8_e4m3", "fp8_e5m2")
@@ -163,10 +164,10 @@ LAUNCH_RULES = (
         applies=lambda dtype: dtype is not None and dtype not in (*_PLAIN_DTYPES, *FP8_DTYPES),
     ),
     Rule(
-        "--kv-cache-dtype fp8_* and a strategy or precision that compresses",
-        'fp8 KV is stored as it is: leave strategy = "none" and precision = "native"',
+        '--kv-cache-dtype fp8_*, and strategy = "krul" or a precision that compresses',
+        'fp8 KV is stored as it is or in bases: take strategy = "none" or "subspace", and leave precision',
         ("kv_cache_dtype", "krul.strategy", "krul.precision"),
-        lambda dtype, *stored_as: dtype in FP8_DTYPES and stored_as != ("none", "native"),
+        lambda kv, kind, bits: kv in FP8_DTYPES and (kind not in ("none", SUBSPACE) or bits != "native"),
         ("fp8_e4m3", "krul", "int4"),
     ),
     Rule(
@@ -270,6 +271,10 @@ FOREIGN_ELEMENTS = Refusal("--kv-cache-dtype resolved from the checkpoint", "kru
 FOREIGN_SCALES = Refusal(
     "--kv-cache-dtype fp8_* with scales in the checkpoint",
     "only --attention-backend flashinfer, triton and fa3 are known to write and read by them",
+)
+SCALED_BASES = Refusal(
+    'strategy = "subspace" and --kv-cache-dtype fp8_* with scales in the checkpoint',
+    "bases know KV without scales",
 )
 FOREIGN_ROTARY = Refusal(
     'strategy = "subspace" and a rotary embedding that cannot be taken off keys',

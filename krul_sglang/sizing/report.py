@@ -40,8 +40,7 @@ class Wanted:
 
 
 def size_lines(wanted: Wanted) -> Iterator[str]:
-    """The arithmetic. There are no lines about bases for latent KV, since no pretrained model of that kind
-    was measured, and for fp8, which is stored as it is."""
+    """The arithmetic. There are no lines about bases for latent KV: no pretrained one was measured."""
     model = wanted.model
     token_bytes = model.num_layers * model.layer_token_bytes
     yield (
@@ -54,8 +53,8 @@ def size_lines(wanted: Wanted) -> Iterator[str]:
         f"a conversation: {wanted.turns} turns x {wanted.turn_tokens} tokens, in pages of {PAGE_SIZE}: "
         f"{tokens} tokens x {token_bytes} B = {format_bytes(sizes['exact'])}"
     )
-    if model.latent_size or model.element_bytes < ELEMENT_BYTES:
-        yield "in bases: not measured for latent KV, not possible for fp8"
+    if model.latent_size:
+        yield "in bases: not measured for latent KV"
     else:
         plain = sizes["exact"] * ELEMENT_BYTES // model.element_bytes
         sizes["in bases"] = round(plain / wanted.ratio)

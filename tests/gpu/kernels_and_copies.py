@@ -20,7 +20,7 @@ import torch
 
 from demo.summary import quantiles
 from krul_backend import page_lock
-from krul_backend.codec.layout import LayerShape
+from krul_backend.codec.layout import LayerShape, PoolRows
 from krul_backend.codec.pairs.units import can_fuse
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.restore import GroupTarget, begin_groups
@@ -112,11 +112,11 @@ def unknown_units_are_decoded(setting: Setting) -> str:
     k_buffer, v_buffer = (
         torch.zeros(100, 8, 128, dtype=shape.dtype, device=setting.device) for _ in range(2)
     )
-    target = (k_buffer, v_buffer, torch.arange(100, device=setting.device))
+    target = PoolRows(k_buffer, v_buffer, torch.arange(100, device=setting.device))
     found = decoder.unit_blocks(0, blocks, 0, 100)
-    assert can_fuse(found.codec, found.blocks, *target) is not setting.is_dry
-    assert not can_fuse(NativeLayer(found.codec.place), found.blocks, *target)
-    assert not can_fuse(found.codec, (blocks[0].cpu(),), *target)
+    assert can_fuse(found.codec, found.blocks, target) is not setting.is_dry
+    assert not can_fuse(NativeLayer(found.codec.place), found.blocks, target)
+    assert not can_fuse(found.codec, (blocks[0].cpu(),), target)
     return "decoded without the kernels"
 
 
@@ -125,7 +125,9 @@ def groups_equal_the_reference(setting: Setting) -> dict[str, int]:
     cases = [
         GroupCase(LayerShape(8, 128, 128, dtype), rank, decay=0.99, rotary_dim=128, num_tokens=length)
         for dtype, rank, length in itertools.product(
-            (torch.bfloat16, torch.float16, torch.float32), (20, 90), (1, 63, 64, 65, 1100)
+            (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn),
+            (20, 90),
+            (1, 63, 64, 65, 1100),
         )
     ]
     cases += [
@@ -280,7 +282,7 @@ def restoring_waits_for_nothing(setting: Setting) -> str:
     decoder_of_group, block = encode_drawn(codec, 500, setting.on_device)
 
     def restore() -> None:
-        restore_layer(decoder, 1, blocks, 0, 500, k_buffer, v_buffer, slots)
+        restore_layer(decoder, 1, blocks, range(500), PoolRows(k_buffer, v_buffer, slots))
         targets = [
             GroupTarget(decoder_of_group.tail(0, block, 0, 250), [0], of_tail) for of_tail in slots.split(250)
         ]

@@ -11,6 +11,7 @@ import torch
 from krul_sglang.engine.capture.query_capture import DECODE_INTERVAL, CapturePlan, QueryCapture
 from krul_sglang.engine.capture.turn_capture import QueryShape
 from tests.support.forward_builders import decode_batch, extend_batch
+from tests.support.present import present
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a CUDA device")
 
@@ -65,10 +66,8 @@ class Engine:
 
     def positions(self, rid: str, slot: int) -> list[int]:
         """Of the rows kept of a request, each of which is checked."""
-        turn = self.capture.take(rid, slot)
-        assert turn is not None
-        rows = turn.rows(10**9)
-        assert rows is not None
+        turn = present(self.capture.take(rid, slot))
+        rows = present(turn.rows(10**9))
         kept: list[int] = rows.positions.tolist()
         for row, position in enumerate(kept):
             expected = self.queries[rid, position].view(SHAPE.num_layers, SHAPE.num_query_heads, -1)

@@ -29,6 +29,7 @@ from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import block_checksum
 from krul_sglang.engine.common.store_connection import ArenaLocks
 from tests.support.daemon_builders import WatchedStore
+from tests.support.present import present
 from tests.support.store_builders import (
     commit_to,
     fill,
@@ -110,8 +111,7 @@ sys.stdin.readline()
 
 def test_what_was_written_comes_back(store: WatchedStore) -> None:
     segment_id, written = put(store, "c", 0, 3)
-    lease = lease_pages(store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 3))
     (part,) = lease.slices
     assert (part.segment_id, part.first_page, part.end_page, lease.num_pages) == (segment_id, 0, 3, 3)
     assert (part.header.start_token, part.header.num_tokens, part.header.codec) == (0, 12, "raw")
@@ -129,8 +129,7 @@ def test_what_was_written_comes_back(store: WatchedStore) -> None:
 
 
 def test_nobody_sees_a_segment_before_its_commit(store: WatchedStore) -> None:
-    reservation = store.reserve((100, 60), tenant="t")
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60), tenant="t"))
     assert [span.num_bytes for span in reservation.spans] == [100, 60]
     fill(reservation, 1)
     assert store.find_missing(MODEL, page_keys("c", 0, 2)) == [range(2)]
@@ -144,8 +143,7 @@ def test_nobody_sees_a_segment_before_its_commit(store: WatchedStore) -> None:
 
 
 def test_an_aborted_reservation_gives_its_space_back(store: WatchedStore) -> None:
-    reservation = store.reserve((1000, 0))
-    assert reservation is not None
+    reservation = present(store.reserve((1000, 0)))
     assert [block.nbytes for block in reservation.blocks] == [1000, 0]
     assert num_held(store) == (0, 1)
     store.abort(reservation)
@@ -154,8 +152,7 @@ def test_an_aborted_reservation_gives_its_space_back(store: WatchedStore) -> Non
 
 
 def test_other_sizes_than_reserved_are_refused_and_freed(store: WatchedStore) -> None:
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     with pytest.raises(ManifestError):
         commit_to(store, reservation, make_manifest("c", 0, 2, (100, 61)))
     assert num_held(store) == (0, 0)
@@ -164,16 +161,14 @@ def test_other_sizes_than_reserved_are_refused_and_freed(store: WatchedStore) ->
 def test_what_does_not_fit_is_none(store: WatchedStore) -> None:
     assert store.reserve((CAPACITY_BYTES + 1,)) is None
     assert store.is_connected
-    first = store.reserve((CAPACITY_BYTES,))
-    assert first is not None
+    first = present(store.reserve((CAPACITY_BYTES,)))
     assert store.reserve((64,)) is None
     store.abort(first)
 
 
 def test_a_lease_crosses_segments_and_ends_at_the_first_gap(store: WatchedStore) -> None:
     ids = [put(store, "c", first, end, seed=first)[0] for first, end in ((0, 2), (2, 5), (6, 8))]
-    lease = lease_pages(store, "c", 1, 8)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 1, 8))
     found = [(part.segment_id, part.first_page, part.end_page) for part in lease.slices]
     assert found == [(ids[0], 1, 2), (ids[1], 0, 3)]
     store.release(lease)
@@ -184,8 +179,7 @@ def test_a_wrong_token_ends_the_prefix_before_its_page(store: WatchedStore) -> N
     keys = page_keys("c", 0, 4)
     tokens = tokens_of(keys)
     tokens[9] += 1
-    lease = store.lease(MODEL, keys, tokens)
-    assert lease is not None
+    lease = present(store.lease(MODEL, keys, tokens))
     assert lease.num_pages == 2
     store.release(lease)
     assert store.stats().token_mismatches >= 1
@@ -196,8 +190,7 @@ def test_models_never_meet(store: WatchedStore) -> None:
     put(store, "c", 0, 2)
     put(store, "c", 0, 3, model=other)
     assert lease_pages(store, "c", 0, 3, make_model("third")) is None
-    lease = lease_pages(store, "c", 0, 3, other)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 3, other))
     assert lease.num_pages == 3
     store.release(lease)
     store.clear(other)
@@ -207,8 +200,7 @@ def test_models_never_meet(store: WatchedStore) -> None:
 
 def test_codec_parameters_and_partial_blocks_come_back(store: WatchedStore) -> None:
     params = {"pairs": [[0, 1]], "t": 0.6, "name": "krül"}
-    reservation = store.reserve((100, 0))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 0)))
     whole = make_manifest("c", 0, 3, (100, 60))
     manifest = dataclasses.replace(
         whole,
@@ -219,8 +211,7 @@ def test_codec_parameters_and_partial_blocks_come_back(store: WatchedStore) -> N
         recompute_s=0.25,
     )
     segment_id = commit_to(store, reservation, manifest)
-    lease = lease_pages(store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 3))
     header = lease.slices[0].header
     assert (header.codec_params, header.layer_first_token) == (params, (4, 12))
     assert [block.nbytes for block in lease.slices[0].blocks] == [100, 0]
@@ -235,8 +226,7 @@ def test_trimming_drops_the_front(store: WatchedStore) -> None:
     assert (path.segment_id, path.header.layer_first_token) == (segment_id, (0, 0))
     assert store.trim(segment_id, (8, 0), (400, 600)) == 600
     assert store.trim(segment_id, (8, 0), (400, 600)) == 0
-    lease = lease_pages(store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 3))
     assert lease.slices[0].header.layer_first_token == (8, 0)
     assert tuple(block.tobytes() for block in lease.slices[0].blocks) == (written[0][600:], written[1])
     store.release(lease)
@@ -253,8 +243,7 @@ def test_damage_is_found_by_who_reads_and_by_verify(
     mapped: list[npt.NDArray[np.uint8]] = []
     intruder = DaemonStore(shared_daemon.runtime_dir, model=MODEL, on_arena=mapped.append)
     for conversation in ("bad", "worse"):
-        lease = lease_pages(store, conversation, 0, 2)
-        assert lease is not None
+        lease = present(lease_pages(store, conversation, 0, 2))
         mapped[0][lease.slices[0].spans[1].offset] ^= 1
         assert block_checksum(lease.slices[0].blocks[1]) != lease.slices[0].checksums[1]
         store.release(lease)
@@ -272,8 +261,7 @@ def test_pins_costs_prefetch_and_flush(store: WatchedStore) -> None:
     keys = page_keys("c", 0, 2)
     assert store.advise(Hint(ttl_s=60.0), model=MODEL, page_keys=keys) == 2
     assert store.stats().pinned_bytes > 0
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     assert store.prefetch(lease).num_pages == 0, "it is in DRAM already"
     store.release(lease)
     assert store.tier_costs() == {}, "there is no tier below"
@@ -301,8 +289,7 @@ def test_many_threads_and_another_process_see_the_same_bytes(
     def work(thread: int) -> None:
         for turn in range(20):
             _, written = put(store, f"c{thread}", turn, turn + 1, seed=100 * thread + turn)
-            lease = lease_pages(store, f"c{thread}", 0, turn + 1)
-            assert lease is not None
+            lease = present(lease_pages(store, f"c{thread}", 0, turn + 1))
             assert lease.num_pages == turn + 1
             assert tuple(block.tobytes() for block in lease.slices[-1].blocks) == written
             store.release(lease)
@@ -311,8 +298,7 @@ def test_many_threads_and_another_process_see_the_same_bytes(
         worked = threads.map(work, range(4))
         other = start_client(shared_daemon, 'put(store, "elsewhere", 0, 3, sizes=(500, 300), seed=77)')
         list(worked)
-    lease = lease_pages(store, "elsewhere", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(store, "elsewhere", 0, 3))
     expected = np.random.default_rng(77).integers(0, 256, 500, dtype=np.uint8)
     assert lease.slices[0].blocks[0].tobytes() == expected.tobytes()
     store.release(lease)
@@ -353,8 +339,7 @@ def test_a_daemon_that_hangs_is_waited_for_until_a_ping_is_unanswered(own_daemon
     os.kill(own_daemon.pid, signal.SIGCONT)
     wait_until(lambda: store.is_connected)
     wait_until(lambda: num_held(store) == (0, 0))
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     store.release(lease)
     assert (store.counters.lost, store.counters.reconnects) == (1, 1)
     store.close()
@@ -376,8 +361,7 @@ def test_a_daemon_that_is_killed_is_started_again(own_daemon: EmbeddedDaemon) ->
     store.abort(reservation)
     assert store.find_missing(MODEL, page_keys("c", 0, 2)) == [range(2)], "DRAM went with the daemon"
     _, again = put(bystander, "c", 0, 2, seed=5)
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     assert tuple(block.tobytes() for block in lease.slices[0].blocks) == again
     store.release(lease)
     assert num_held(store) == (0, 0)
@@ -395,8 +379,7 @@ def test_the_arena_of_a_daemon_that_died_stays_locked_while_it_is_copied_from(
     locks.begin()
     wait_until(lambda: locks.as_dict() == ALL_LOCKED)
     _, written = put(store, "c", 0, 2)
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     (old_pages,) = device.module.locked
     assert store.is_held(lease)
     os.kill(own_daemon.pid, signal.SIGKILL)
@@ -442,8 +425,7 @@ def test_the_command_lines_client(store: WatchedStore, shared_daemon: EmbeddedDa
         assert (stats.num_segments, stats.capacity_bytes) == (1, CAPACITY_BYTES)
         assert daemon.pid == shared_daemon.pid
         assert [info.segment_id for info in admin.list_segments()] == [segment_id]
-        info = admin.inspect(segment_id)
-        assert info is not None
+        info = present(admin.inspect(segment_id))
         assert info.info.num_bytes == sum(info.layer_num_bytes) == 160
         assert admin.inspect(segment_id + 1000) is None
         assert admin.verify().num_blocks == 2
@@ -538,8 +520,7 @@ def test_a_daemon_is_not_restarted_for_ever(own_daemon: EmbeddedDaemon) -> None:
 def test_fetching_from_a_daemon_that_is_gone_is_a_read_error(own_daemon: EmbeddedDaemon) -> None:
     store = DaemonStore(own_daemon.runtime_dir, model=MODEL)
     put(store, "c", 0, 2)
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     (part,) = lease.slices
     far_part = dataclasses.replace(part, tier="ssd", blocks=(), spans=())
     far = dataclasses.replace(lease, slices=(far_part,))

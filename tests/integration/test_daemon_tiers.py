@@ -33,6 +33,7 @@ from tests.support.daemon_client import (
     num_pages,
     store,
 )
+from tests.support.present import present
 from tests.support.store_builders import lease_pages, make_model, page_keys, put, wait_until
 from tests.support.tiered_builders import wait_for
 
@@ -111,8 +112,7 @@ def test_ends_of_blocks_come_from_the_disk(tmp_path: Path) -> None:
         client.close()
     with with_disk(tmp_path, "second") as daemon:
         client = DaemonStore(daemon.runtime_dir, model=model, request_timeout_s=20.0)
-        lease = lease_pages(client, "c", 0, 8, model)
-        assert lease is not None
+        lease = present(lease_pages(client, "c", 0, 8, model))
         wanted = (100_000, 250_000, 0)
         tails = [SegmentTail(firsts, wanted) for firsts in ((15, 12, 16), (31, 28, 32))]
         pieces = client.fetch(lease, tails)
@@ -130,8 +130,7 @@ def test_ends_of_blocks_come_from_the_disk(tmp_path: Path) -> None:
         assert stats.stored_bytes == 2 * sum(kept)
         assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes
         client.release(lease)
-        again = lease_pages(client, "c", 0, 8, model)
-        assert again is not None
+        again = present(lease_pages(client, "c", 0, 8, model))
         assert again.is_in_dram
         assert [piece.header.layer_num_bytes for piece in again.slices] == [kept] * 2
         client.close()

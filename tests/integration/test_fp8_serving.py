@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from benchmarks.serving.divergence import divergences, predictions
+from krul_sglang.learning.command import cut_pieces, learn_to_files, own_texts
+from krul_sglang.models.checkpoint import Checkpoint
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     NUM_TURNS,
+    PAGE_SIZE,
     POOL_TOKENS,
     STRICT,
     Answer,
     assert_nothing_left_behind,
+    bases_server_args,
     partial_hit,
     play,
+    push_out,
+    request_payload,
     settled_stats,
     small_krul_server_args,
+    wait_for_probes,
 )
 from tests.support.server_plugin import WITH_PLUGIN
+from tests.support.tiny_model import build_latent_model, build_tiny_model
 
 MODES = {
     "e4m3-heads": ("fp8_e4m3", "random", ("--radix-eviction-policy", "lfu")),
@@ -104,3 +116,45 @@ def test_a_token_takes_a_byte_of_each_element(fp8: Fp8Restored, tiny_models: dic
     model = AutoConfig.from_pretrained(tiny_models["float32"])
     elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
     assert fp8.stats["offload"]["num_bytes"] == fp8.stats["offload"]["tokens"] * elements
+
+
+@pytest.mark.parametrize(
+    ("dtype", "build"),
+    [
+        ("fp8_e4m3", build_tiny_model),
+        pytest.param("fp8_e5m2", build_tiny_model, marks=pytest.mark.long),
+        pytest.param("fp8_e4m3", build_latent_model, marks=pytest.mark.long),
+    ],
+)
+def test_turns_come_back_from_bases(dtype: str, build: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Decoded, and rounded to the pool's format again, they predict as the same server computes them, within
+    the budget; and so say the server's probes, which round, too."""
+    model, error_budget = build(tmp_path / "model"), 0.05
+    assert list(learn_to_files(Checkpoint(str(model)), None, num_pieces=4, cache_dir=tmp_path))
+    options = {"error_budget": error_budget, "relearn": False, "probe_share": 1}
+    args = (*bases_server_args(POOL_TOKENS, tmp_path, **options), "--kv-cache-dtype", dtype)
+    wanted = {"logprob_start_len": 500, "top_logprobs_num": 512, "max_new_tokens": 1}
+    texts = cut_pieces(AutoTokenizer.from_pretrained(model), own_texts(), 564, 4)
+    with ForkedServer(model, args=args, env=STRICT) as server:
+
+        def ask_all() -> list[Any]:
+            answers = []
+            for number, text in enumerate(texts):
+                answers.append(server.post_json("/generate", request_payload(text, **wanted)))
+                wait_for_probes(server, number)
+            return answers
+
+        computed = ask_all()
+        stats = settled_stats(server)
+        push_out(server, num_tokens=POOL_TOKENS, seed="fp8")
+        decoded = ask_all()
+        assert_nothing_left_behind(server)
+    cached = [[said["meta_info"]["cached_tokens"] for said in answers] for answers in (computed, decoded)]
+    assert cached == [[0] * 4, [496] * 4]
+    answers = zip(computed, decoded, strict=True)
+    lost = [divergences(*(predictions(said, with_output=True) for said in pair)).mean() for pair in answers]
+    assert 1e-5 < fmean(lost) < error_budget
+    assert stats["compression"]["subspace_turns"] == stats["compression"]["turns"]
+    assert 1e-5 < stats["compression"]["budget"]["last_kl"] < 2 * error_budget
+    offload = stats["offload"]
+    assert offload["num_bytes"] * PAGE_SIZE < offload["tokens"] * offload["page_bytes"] / 3

@@ -28,6 +28,7 @@ from krul_sglang.engine.save.turn import StoredPath, Turn
 from tests.support.codec_builders import rotary_table
 from tests.support.engine_builders import PATIENCE_S, TensorPool, make_load, make_store
 from tests.support.forward_builders import Batch, Mode
+from tests.support.present import present
 from tests.support.subspace_builders import make_bases, make_layers
 
 PAGE_SIZE, NUM_LAYERS, NUM_SLOTS, HEAD_DIM = 4, 4, 512, 8
@@ -190,13 +191,11 @@ class BudgetedServer:
         """The whole conversation comes back into other slots, with heads that are computed as they were; if
         the load is given up, all of it is computed."""
         before = self.read_pool()
-        lease = self.store.lease(self.model.identity, self.keys, self.path.token_ids)
-        assert lease is not None
+        lease = present(self.store.lease(self.model.identity, self.keys, self.path.token_ids))
         assert lease.num_pages == len(self.keys)
         self.slots = self._take_slots(len(self.slots))
         index = self.loader.start({"r": make_load(lease, self.codec, self.slots, head_ends)})
-        batch = self.loader.batch(index)
-        assert batch is not None
+        batch = present(self.loader.batch(index))
         batch.wait_layer(NUM_LAYERS - 1)
         if is_given_up:
             batch.abandon(is_refilled=True)

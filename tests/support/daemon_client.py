@@ -35,6 +35,7 @@ from krul_backend.daemon.protocol.messages import (
 from krul_backend.daemon.protocol.runtime_dir import SOCKET_NAME
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
 from krul_backend.tiers.common.interface import SegmentSlice, Span, block_checksums
+from tests.support.present import present
 from tests.support.store_builders import make_manifest, make_model, page_keys, tokens_of
 
 TIMEOUT_S = 20.0
@@ -101,8 +102,7 @@ def open_raw(connection: socket.socket) -> tuple[SessionGreeting, list[int]]:
     received, descriptors, _, _ = socket.recv_fds(connection, 4096, 2)
     inbox = Inbox()
     inbox.add(received)
-    message = inbox.next()
-    assert message is not None
+    message = present(inbox.next())
     reply = decode_reply(message[0], OpenRequest(id=1))
     assert isinstance(reply, Reply), reply
     return reply.result, descriptors
@@ -139,9 +139,7 @@ class RawClient:
         frame, token_ids = message
         assert token_ids == b""
         number = json.loads(frame)["id"]
-        reply = decode_reply(frame, self._sent.get(number, PingRequest(id=number)))
-        assert reply is not None
-        return reply
+        return present(decode_reply(frame, self._sent.get(number, PingRequest(id=number))))
 
     def ask(self, kind: type[Request[R]], token_ids: TokenIds | None = None, **fields: Any) -> R:
         """One round trip; returns the result."""
@@ -187,8 +185,7 @@ class RawClient:
 def store(client: RawClient, conversation: str, first: int, end: int, number: int = 1, seed: int = 0) -> int:
     """Reserve, write through the mapping, commit; returns the segment's id."""
     fingerprint = client.say_hello(MODEL)
-    spans = client.ask(ReserveRequest, reservation_id=number, layer_num_bytes=SIZES, tenant="")
-    assert spans is not None
+    spans = present(client.ask(ReserveRequest, reservation_id=number, layer_num_bytes=SIZES, tenant=""))
     rng = np.random.default_rng(seed)
     for block in client.blocks(spans):
         block[:] = rng.integers(0, 256, block.nbytes, dtype=np.uint8)

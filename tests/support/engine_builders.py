@@ -44,6 +44,8 @@ def computing(gate: TransferGate) -> Iterator[None]:
 class TensorPool:
     """What the loader and head attention use of ``DevicePool``: random rows of every layer, on the CPU."""
 
+    is_scaled = False
+
     def __init__(
         self, shape: LayerShape, num_layers: int, num_slots: int, seed: int = 0, device: Device | None = None
     ) -> None:
@@ -73,10 +75,6 @@ class TensorPool:
 
     def gather_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         return self._layers[layer][0][slots]
-
-    @property
-    def element_type(self) -> torch.dtype:
-        return self.shape.dtype
 
     def attended(self, layer: int) -> tuple[torch.Tensor, ...]:
         return self.buffers(layer)

@@ -27,6 +27,7 @@ from krul_backend.codec.subspace.triton_group_restore import TritonGroupRestore,
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
 from tests.support.group_restore_cases import (
+    TOLERANCE,
     GroupCase,
     PreparedGroup,
     check_group,
@@ -35,6 +36,7 @@ from tests.support.group_restore_cases import (
     encode_case,
     exact_values,
 )
+from tests.support.present import present
 
 NUM_EXAMPLES = int(os.environ.get("DAMAGED_EXAMPLES", "5"))
 """Of damaged records: each takes a second."""
@@ -100,8 +102,7 @@ def decoded(*tails: CodedTail) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The values fp32 ``[T, coded]`` that the kernel wrote of each tail, and which records are damaged."""
     targets = [GroupTarget(tail, [tail.first_token], torch.arange(tail.num_tokens)) for tail in tails]
     (begun,) = begin_wave([targets], CPU)
-    on_device = begun.on_device
-    assert on_device is not None
+    on_device = present(begun.on_device)
     values = []
     for table in on_device.of_tails:
         num_records = -(-int(table["num_rows"]) // 64)
@@ -217,7 +218,7 @@ def begin(groups: Sequence[Sequence[GroupTarget]], device: Device) -> list[Group
     return begun
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rank", [20, 80])
 def test_every_dtype(dtype: torch.dtype, rank: int) -> None:
     """Small coefficients are multiplied in bf16, unless the pool is in fp32."""
@@ -225,15 +226,15 @@ def test_every_dtype(dtype: torch.dtype, rank: int) -> None:
 
     def begin_parts(groups: Sequence[Sequence[GroupTarget]], device: Device) -> list[GroupRestore]:
         begun = begin(groups, device)
-        on_device = cast(TritonGroupRestore, begun[0]).on_device
-        assert on_device is not None
+        on_device = present(cast(TritonGroupRestore, begun[0]).on_device)
         seen.extend((table["num_exact"], table["num_coded"]) for table in on_device.of_tails)
         return begun
 
     case = GroupCase(shape, rank, decay=0.95, rotary_dim=32, num_tokens=16, max_damage=0.01)
     check_group(case, begin_parts, CPU)
     ((num_exact, num_coded),) = seen
-    assert num_exact == num_coded if dtype is torch.float32 else num_exact < num_coded
+    # What fp8 rounds away from KV lies outside of the bases, and leaves little to lose for large steps.
+    assert num_exact == num_coded if dtype.itemsize in (1, 4) else num_exact < num_coded
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ def test_any_tail_up_to_any_token(first_token: int, end_token: int, head_tokens:
     check_group(case, begin, CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_tails_of_several_segments_at_once(dtype: torch.dtype) -> None:
     """Of any lengths, from any tokens on; with first tokens that are stored as in the pool, or without."""
     shape = replace(FP32, dtype=dtype)

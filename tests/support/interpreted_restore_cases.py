@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from krul_backend.codec.layout import LayerShape
+from krul_backend.codec.layout import LayerShape, PoolRows
 from krul_backend.codec.pairs.triton_restore import restore_fused
 from krul_backend.codec.pairs.units import FusedUnit
 from krul_backend.codec.units import UnitDecoder
@@ -28,19 +28,11 @@ FUSED = [*product(Precision, (False, True))][1:]
 
 
 def restore(
-    decoder: UnitDecoder,
-    layer: int,
-    blocks: Mapping[int, torch.Tensor],
-    first_token: int,
-    end_token: int,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    slots: torch.Tensor,
+    decoder: UnitDecoder, layer: int, blocks: Mapping[int, torch.Tensor], tokens: range, target: PoolRows
 ) -> None:
-    found = decoder.unit_blocks(layer, blocks, first_token, end_token)
-    unit = found.codec
-    assert isinstance(unit, FusedUnit)
-    restore_fused(unit, found.index, found.blocks, first_token, end_token, k_buffer, v_buffer, slots)
+    found = decoder.unit_blocks(layer, blocks, tokens.start, tokens.stop)
+    assert isinstance(found.codec, FusedUnit)
+    restore_fused(found.codec, found.index, found.blocks, tokens, target)
 
 
 @pytest.mark.parametrize(("precision", "is_pair"), FUSED)
@@ -123,5 +115,5 @@ def test_a_block_of_a_wrong_size_is_refused() -> None:
     blocks[1] = blocks[1][:-16]
     k_buffer, v_buffer = torch.zeros(40, 2, 32), torch.zeros(40, 2, 16)
     with pytest.raises(CodecError, match="a block of 37 tokens"):
-        restore(decoder, 1, blocks, 0, 37, k_buffer, v_buffer, torch.arange(37))
+        restore(decoder, 1, blocks, range(37), PoolRows(k_buffer, v_buffer, torch.arange(37)))
     assert not bool(k_buffer.any())

@@ -20,6 +20,7 @@ from krul_sglang.engine.restore.load_batch import Load, LoadBatch
 from krul_sglang.engine.restore.loading import LayerWiseLoader
 from tests.support.codec_builders import encode_all, random_layers
 from tests.support.engine_builders import PATIENCE_S, TensorPool, make_load, make_store
+from tests.support.present import present
 from tests.support.store_builders import commit_to
 from tests.support.strict_device import check_device, lock_all
 
@@ -58,8 +59,7 @@ class Rig:
         self.page_keys = [f"page-{page}" for page in range(NUM_PAGES)]
         self.token_ids = np.arange(NUM_TOKENS, dtype=np.int64)
         encoding, blocks, _ = encode_all(self.codec, Strategy.from_pairs(NUM_LAYERS, pairs), self.layers, 0)
-        reservation = self.store.reserve(encoding.layer_num_bytes)
-        assert reservation is not None
+        reservation = present(self.store.reserve(encoding.layer_num_bytes))
         for layer, block in blocks.items():
             reservation.blocks[layer][:] = block.numpy()
         manifest = SegmentManifest(
@@ -81,17 +81,14 @@ class Rig:
         check_device(self.device)
 
     def load(self, slots: torch.Tensor) -> Load:
-        lease = self.store.lease(self.model, self.page_keys, self.token_ids)
-        assert lease is not None
+        lease = present(self.store.lease(self.model, self.page_keys, self.token_ids))
         return make_load(lease, self.codec, slots)
 
     def start(self, slots: torch.Tensor) -> int:
         return self.loader.start({"r": self.load(slots)})
 
     def batch(self, index: int) -> LoadBatch:
-        batch = self.loader.batch(index)
-        assert batch is not None
-        return batch
+        return present(self.loader.batch(index))
 
     def num_leases(self) -> int:
         return self.store.stats().num_leases

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from krul_backend.codec.layout import LayerShape
+from krul_backend.codec.layout import LayerShape, PoolRows
 from krul_backend.codec.options import CodecOptions
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.units import UnitDecoder
 from krul_backend.strategy.strategy import Precision, Strategy
 from tests.support.codec_builders import START_TOKEN, encode_all, random_layers, rotary_table
 
-Restore = Callable[
-    [UnitDecoder, int, dict[int, torch.Tensor], int, int, torch.Tensor, torch.Tensor, torch.Tensor], None
-]
+Restore = Callable[[UnitDecoder, int, dict[int, torch.Tensor], range, PoolRows], None]
 """As ``restore_layer``."""
 
 # Sums in another order, and a result of fp32 that lies near a rounding boundary of the pool's dtype.
@@ -79,7 +77,7 @@ def check_restored(case: RestoreCase, restore: Restore, device: str = "cpu") -> 
             torch.full((num_slots, shape.num_kv_heads, dim), 7.0, dtype=shape.dtype, device=device)
             for dim in (shape.k_head_dim, shape.v_head_dim)
         )
-        restore(decoder, layer, blocks, first, end, k_buffer, v_buffer, slots)
+        restore(decoder, layer, blocks, range(first, end), PoolRows(k_buffer, v_buffer, slots))
         decoded = decoder.decode(layer, blocks, first, end)
         is_untouched = torch.ones(num_slots, dtype=torch.bool, device=device).index_fill_(0, slots, False)
         for buffer, expected in ((k_buffer, decoded.k), (v_buffer, decoded.v)):

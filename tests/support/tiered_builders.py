@@ -23,6 +23,7 @@ from krul_sglang.engine.common.moved_runs import FindRun
 from krul_sglang.engine.restore.returning_request import Prompt
 from krul_sglang.engine.restore.returning_requests import ReturningRequests
 from tests.support.fake_tier import FakeTier
+from tests.support.present import present
 from tests.support.store_builders import commit_to, make_manifest, make_model, page_keys, tokens_of
 
 MODEL = make_model()
@@ -80,8 +81,7 @@ class Rig:
         stats = self.store.stats()
         assert (stats.num_leases, self.host.stats().num_leases, stats.num_reservations) == (0, 0, 0)
         assert [tier.num_holds for tier in self.tiers] == [0, 0]
-        reservation = self.host.reserve((stats.capacity_bytes,))
-        assert reservation is not None
+        reservation = present(self.host.reserve((stats.capacity_bytes,)))
         self.host.abort(reservation)
 
 
@@ -116,8 +116,7 @@ def put_in_dram(
     rig: Rig, conversation: str, first: int, end: int, sizes: tuple[int, ...] = SIZES, range_bytes: int = 0
 ) -> tuple[int, tuple[bytes, ...]]:
     """A segment that DRAM alone has: committed past the lower tiers."""
-    reservation = rig.host.reserve(sizes)
-    assert reservation is not None
+    reservation = present(rig.host.reserve(sizes))
     content = content_of(conversation, first, end, sizes)
     for block, wanted in zip(reservation.blocks, content, strict=True):
         block[:] = np.frombuffer(wanted, dtype=np.uint8)

@@ -12,6 +12,7 @@ from krul_backend.segment import SegmentManifest
 from krul_backend.store.advice import MARGIN_S, SessionNames
 from krul_backend.store.comebacks import Comeback, Comebacks
 from krul_backend.tiers.common.hint import Hint, SessionName
+from tests.support.present import present
 from tests.support.store_builders import (
     Clock,
     commit_to,
@@ -101,8 +102,7 @@ def test_a_name_stands_for_what_is_left_of_its_conversation(rig: Rig) -> None:
     name(rig, "c", 5)
     for segment_id, num_left in zip(reversed(ids), (3, 2), strict=True):
         # As eviction does: the last one first.
-        manifest = rig.host.manifest_of(segment_id)
-        assert manifest is not None
+        manifest = present(rig.host.manifest_of(segment_id))
         rig.host.discard(manifest)
         assert rig.store.advise(Hint(priority=80), session=AGENT) == num_left
     # A turn that was not stored takes nothing away.
@@ -355,8 +355,7 @@ def test_a_drop_leaves_what_others_go_through(rig: Rig) -> None:
 
 def put_branch(rig: Rig, branch: str) -> None:
     """A turn of one page after the two pages of ``system``."""
-    reservation = rig.store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(rig.store.reserve((100, 60)))
     fill(reservation, 0)
     keys = page_keys(branch, 2, 3)
     manifest = SegmentManifest(
@@ -374,8 +373,7 @@ def put_branch(rig: Rig, branch: str) -> None:
 def test_a_leased_conversation_can_be_dropped(rig: Rig) -> None:
     put(rig.store, "c", 0, 2)
     rig.store.flush(10)
-    lease = lease_pages(rig.store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 2))
     content = [block.tobytes() for block in lease.slices[0].blocks]
     rig.store.advise(Hint(drop=True), model=MODEL, page_keys=page_keys("c", 0, 2))
     assert [block.tobytes() for block in lease.slices[0].blocks] == content

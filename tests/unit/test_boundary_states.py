@@ -34,6 +34,7 @@ from krul_sglang.engine.save.state_saving import StateSaver
 from krul_sglang.engine.save.turn import Turn
 from tests.support.engine_builders import PATIENCE_S
 from tests.support.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, PAGE_SIZE, Rig
+from tests.support.present import present
 
 OLD, NEW, OTHER = torch.tensor([1]), torch.tensor([4]), torch.tensor([5])
 """Slots of states: at the end of a turn, where it comes back, and of another prefix."""
@@ -71,8 +72,7 @@ class Hybrid:
         self.rig = Rig(PATIENCE_S)
         self.runner = make_runner(**shapes)
         self.cache = self.runner.req_to_token_pool.mamba_pool.mamba_cache
-        states = open_states(self.runner, ServedModel(self.rig.model), SETTINGS, ALONE)
-        assert states is not None
+        states = present(open_states(self.runner, ServedModel(self.rig.model), SETTINGS, ALONE))
         self.states: BoundaryStates = states
         self.saver = StateSaver(self.rig.store, states, self.rig.pool)
         self.loader = LayerWiseLoader(
@@ -121,8 +121,7 @@ class Hybrid:
         held = HeldLease(KeyRun.of(rig.page_keys), rig.page_keys, lambda: rig.token_ids, load.lease, 0.0)
         load = dataclasses.replace(load, held=held, state=StateSlot(NEW))
         index = self.loader.start({"r": load})
-        batch = self.loader.batch(index)
-        assert batch is not None
+        batch = present(self.loader.batch(index))
         return index, batch
 
     def has_equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -135,8 +134,7 @@ class Hybrid:
     def spoil(self) -> None:
         """Change a byte of the stored state at the end of the conversation."""
         rig = self.rig
-        lease = rig.store.lease(self.states.identity, rig.page_keys[-1:], rig.token_ids[-1:])
-        assert lease is not None
+        lease = present(rig.store.lease(self.states.identity, rig.page_keys[-1:], rig.token_ids[-1:]))
         block = lease.slices[0].blocks[1]
         block.flags.writeable = True
         block[0] ^= 1
@@ -188,14 +186,12 @@ def test_a_prefix_is_found_up_to_the_last_boundary(hybrid: Hybrid) -> None:
     finder = LeaseFinder(rig.store, rig.model, 0, states=hybrid.states)
     assert finder.find(rig.page_keys, rig.token_ids, None) is None
     hybrid.save(hybrid.turn(1))
-    held = finder.find(rig.page_keys, rig.token_ids, None)
-    assert held is not None
+    held = present(finder.find(rig.page_keys, rig.token_ids, None))
     assert (held.num_pages(PAGE_SIZE), held.boundaries) == (1, [1])
     assert held.run == KeyRun.of(rig.page_keys)
     rig.store.release(held.lease)
     hybrid.save(hybrid.turn())
-    held = finder.find(rig.page_keys, rig.token_ids, None)
-    assert held is not None
+    held = present(finder.find(rig.page_keys, rig.token_ids, None))
     assert (held.num_pages(PAGE_SIZE), held.boundaries) == (2, [1, 2])
     rig.store.release(held.lease)
 
@@ -363,8 +359,7 @@ def test_states_of_drafted_tokens_are_none_of_boundaries(
         intermediate_ssm=torch.zeros(2, 3, 4, *temporal),
         intermediate_conv_window=[torch.zeros(2, 3, 4, 8, 2)],
     )
-    states = open_states(runner, ServedModel(rig.model), SETTINGS | settings, ALONE)
-    assert states is not None
+    states = present(open_states(runner, ServedModel(rig.model), SETTINGS | settings, ALONE))
     assert without is not None
     assert (states.num_bytes, states.identity) == (without.num_bytes, without.identity)
     rig.close()
@@ -463,8 +458,7 @@ class Windowed:
             # SGLang's is without the token itself.
             sliding_window_size=num_pages * PAGE_SIZE - 1,
         )
-        states = open_states(runner, ServedModel(self.rig.model), SETTINGS, ALONE)
-        assert states is not None
+        states = present(open_states(runner, ServedModel(self.rig.model), SETTINGS, ALONE))
         self.states: BoundaryStates = states
         self.saver = StateSaver(self.rig.store, states, self.rig.pool)
         self.loads = StateLoads(self.rig.store, states)

@@ -16,6 +16,7 @@ from krul_backend.tiers.common.interface import Lease, LowerCopy, Prefetched, Se
 from krul_backend.tiers.common.read_queue import ReadQueue
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
+from tests.support.present import present
 from tests.support.ssd_builders import FaultyDisk, open_tier, put_manifest, random_blocks
 from tests.support.store_builders import (
     flip_byte,
@@ -63,9 +64,7 @@ class OnSsd:
         self.disk.num_bytes_read = 0
 
     def lease(self) -> Lease:
-        lease = lease_pages(self.store, "c", 0, 3)
-        assert lease is not None
-        return lease
+        return present(lease_pages(self.store, "c", 0, 3))
 
     def fetch(self, lease: Lease, tail: SegmentTail) -> SegmentSlice:
         (piece,) = self.store.fetch(lease, [tail])
@@ -84,8 +83,7 @@ class OnSsd:
         stats = self.store.stats()
         assert (stats.num_leases, self.host.stats().num_leases) == (0, 0)
         assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes
-        reservation = self.host.reserve((stats.capacity_bytes,))
-        assert reservation is not None
+        reservation = present(self.host.reserve((stats.capacity_bytes,)))
         self.host.abort(reservation)
 
     def close(self) -> None:
@@ -204,8 +202,7 @@ def test_a_tier_that_raises_leaves_no_copy_held() -> None:
     with closing(rig):
         put_below(rig.ssd, "c", 0, 2, range_bytes=20)
         first, end = SegmentTail((4, 4), (20, 20)), SegmentTail((12, 12), (20, 20))
-        lease = lease_pages(rig.store, "c", 0, 2)
-        assert lease is not None
+        lease = present(lease_pages(rig.store, "c", 0, 2))
         wait_for(rig.store.fetch(lease, [first]))
         rig.store.release(lease)
         wait_until(lambda: rig.store.stats().fetched_segments == 1)
@@ -328,8 +325,7 @@ def test_an_end_between_the_two_reads(tmp_path: Path) -> None:
     with pytest.raises(TierReadError):
         piece.status.wait(0, 20)
     with closing(TieredStore(HostStore(1 << 20), [open_tier(tmp_path)])) as store:
-        again = lease_pages(store, "c", 0, 3)
-        assert again is not None
+        again = present(lease_pages(store, "c", 0, 3))
         assert [found.tier for found in again.slices] == ["ssd"]
         assert wait_for(store.fetch(again)) == [CONTENT]
 
@@ -364,8 +360,7 @@ def test_segments_in_part_that_follow_each_other_are_asked_for_once() -> None:
             put_below(rig.ssd, "c", 2 * number, 2 * number + 2, range_bytes=20)[1] for number in range(5)
         ]
         ends = [SegmentTail((8 * number + 4,) * 2, (20, 20)) for number in range(5)]
-        lease = lease_pages(rig.store, "c", 0, 10)
-        assert lease is not None
+        lease = present(lease_pages(rig.store, "c", 0, 10))
         wait_for(rig.store.fetch(lease, [*ends[:3], None, ends[4]]))
         rig.store.release(lease)
         wait_until(lambda: rig.store.stats().fetched_segments == 5)
@@ -377,8 +372,7 @@ def test_segments_in_part_that_follow_each_other_are_asked_for_once() -> None:
             return match(model, page_keys, *more)
 
         rig.ssd.match = noting  # type: ignore[method-assign]
-        lease = lease_pages(rig.store, "c", 0, 10)
-        assert lease is not None
+        lease = present(lease_pages(rig.store, "c", 0, 10))
         assert matched == [page_keys("c", 0, 6), page_keys("c", 8, 10)]
         assert [piece.lower is not None for piece in lease.slices] == [True, True, True, False, True]
         wholes = [SegmentTail((8 * number,) * 2, TIERED_SIZES) for number in range(5)]

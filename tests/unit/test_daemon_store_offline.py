@@ -24,6 +24,7 @@ from krul_backend.segment import SegmentHeader
 from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import Checksums, Lease, SegmentSlice, Span
 from tests.support.fake_daemon import CAPACITY_BYTES, NO_REPLY, FakeDaemon
+from tests.support.present import present
 from tests.support.stats_builders import make_segment_info
 from tests.support.store_builders import (
     commit_to,
@@ -149,8 +150,7 @@ def test_a_directory_too_deep_for_sockets_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_reservation_is_a_window_into_the_daemons_memory(daemon: FakeDaemon, make_store: Make) -> None:
-    reservation = make_store().reserve((3, 0, 2))
-    assert reservation is not None
+    reservation = present(make_store().reserve((3, 0, 2)))
     for i, block in enumerate(reservation.blocks):
         block[:] = i + 1
     assert daemon.arena[:5] == b"\1\1\1\3\3"
@@ -161,8 +161,7 @@ def test_one_late_answer_fails_its_own_request_only(
 ) -> None:
     daemon.answers["lease"] = lambda request: (SLICE,)
     store = make_store()
-    reservation = store.reserve((4, 4))
-    assert reservation is not None
+    reservation = present(store.reserve((4, 4)))
     daemon.answers["find_missing"] = lambda request: NO_REPLY
     daemon.answers["commit"] = lambda request: 7
     assert store.find_missing(MODEL, KEYS) == []
@@ -238,8 +237,7 @@ def test_what_is_granted_too_late_is_given_back(daemon: FakeDaemon, make_store: 
 def test_a_lease_is_released_even_while_the_daemon_hangs(daemon: FakeDaemon, make_store: Make) -> None:
     daemon.answers["lease"] = lambda request: (SLICE,)
     store = make_store()
-    lease = store.lease(MODEL, KEYS, TOKENS)
-    assert lease is not None
+    lease = present(store.lease(MODEL, KEYS, TOKENS))
     daemon.is_hung.set()
     store.find_missing(MODEL, KEYS)
     store.release(lease)
@@ -253,8 +251,7 @@ def test_leased_blocks_are_read_only_views(daemon: FakeDaemon, make_store: Make)
     daemon.arena[128:131] = b"abc"
     fetched = slice_of("ssd", SPANS, status_span=Span(256, 2))
     daemon.answers["lease"] = lambda request: (fetched,)
-    lease = make_store().lease(MODEL, KEYS, TOKENS)
-    assert lease is not None
+    lease = present(make_store().lease(MODEL, KEYS, TOKENS))
     (part,) = lease.slices
     assert part.blocks[1][:3].tobytes() == b"abc"
     assert [block.nbytes for block in part.blocks] == [100, 60]

@@ -10,6 +10,7 @@ from krul_backend.errors import TierReadError
 from krul_backend.planner.interface import TierCost
 from krul_backend.tiers.common.interface import Prefetched, SegmentTail
 from tests.support.daemon_builders import WatchedStore, serving
+from tests.support.present import present
 from tests.support.store_builders import lease_pages, put, wait_until
 from tests.support.tiered_builders import MODEL, SIZES, Rig, put_below, put_in_dram, tiers_of, wait_for
 
@@ -35,15 +36,13 @@ def test_layers_are_seen_when_they_land(rig: Rig, store: WatchedStore) -> None:
     _, second = put_below(rig.ssd, "c", 2, 5)
     rig.ssd.num_free_layers = 1
     rig.ssd.reads_go_on.clear()
-    lease = lease_pages(store, "c", 0, 5)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 5))
     assert tiers_of(lease) == [("dram", 2), ("ssd", 3)]
     assert not lease.is_in_dram
     assert [len(part.blocks) for part in lease.slices] == [2, 0]
     pieces = store.fetch(lease)
     assert [part.nbytes for part in pieces[1].blocks] == list(SIZES)
-    status = pieces[1].status
-    assert status is not None
+    status = present(pieces[1].status)
     status.wait(0, 20)
     assert pieces[1].blocks[0].tobytes() == second[0]
     assert not status.has_landed(1)
@@ -52,8 +51,7 @@ def test_layers_are_seen_when_they_land(rig: Rig, store: WatchedStore) -> None:
     rig.ssd.reads_go_on.set()
     assert wait_for(pieces) == [first, second]
     store.release(lease)
-    again = lease_pages(store, "c", 0, 5)
-    assert again is not None
+    again = present(lease_pages(store, "c", 0, 5))
     assert again.is_in_dram
     assert wait_for(again.slices) == [first, second]
     store.release(again)
@@ -63,10 +61,8 @@ def test_a_read_that_fails_is_told_through_shared_memory(rig: Rig, store: Watche
     put_below(rig.ssd, "c", 0, 3)
     rig.ssd.fail_after = 1
     rig.ssd.reads_go_on.clear()
-    lease = lease_pages(store, "c", 0, 3)
-    assert lease is not None
-    status = store.fetch(lease)[0].status
-    assert status is not None
+    lease = present(lease_pages(store, "c", 0, 3))
+    status = present(store.fetch(lease)[0].status)
     rig.ssd.reads_go_on.set()
     with pytest.raises(TierReadError, match="could not be read"):
         status.wait(1, 20)
@@ -75,12 +71,10 @@ def test_a_read_that_fails_is_told_through_shared_memory(rig: Rig, store: Watche
 
 def test_prefetched_pages_are_in_dram_by_the_time_of_the_lease(rig: Rig, store: WatchedStore) -> None:
     _, content = put_below(rig.mooncake, "c", 0, 3)
-    ahead = lease_pages(store, "c", 0, 3)
-    assert ahead is not None
+    ahead = present(lease_pages(store, "c", 0, 3))
     assert store.prefetch(ahead).num_pages == 3
     wait_until(lambda: store.stats().fetched_segments == 1)
-    lease = lease_pages(store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 3))
     assert lease.is_in_dram
     assert wait_for(store.fetch(lease)) == [content]
     for each in (ahead, lease):
@@ -91,8 +85,7 @@ def test_prefetched_pages_are_in_dram_by_the_time_of_the_lease(rig: Rig, store: 
 
 def test_a_prefetch_of_tails_reads_no_more(rig: Rig, store: WatchedStore) -> None:
     put_below(rig.ssd, "c", 0, 3, range_bytes=20)
-    lease = lease_pages(store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 3))
     assert store.prefetch(lease, [SegmentTail((4, 8), (55, 30))], is_rest=True) == Prefetched(3)
     wait_until(lambda: store.stats().fetched_segments == 1)
     assert rig.ssd.num_bytes_read == 60 + 40

@@ -18,6 +18,7 @@ from krul_sglang.adapter.kv_pool import open_pool
 from krul_sglang.engine.common import store_connection
 from krul_sglang.engine.common.store_connection import ArenaLocks
 from tests.support.engine_builders import PATIENCE_S, in_threads
+from tests.support.present import present
 from tests.support.sglang_pool import make_pool
 from tests.support.store_builders import wait_until
 from tests.support.strict_device import (
@@ -180,8 +181,7 @@ def test_memory_stays_locked_until_the_last_array_over_it_is_gone(strict: Strict
 
 def test_unlocking_is_done_once_by_whoever_comes_first(strict: StrictDevice) -> None:
     arena, other = mapped(), mapped()
-    lock = strict.lock_pages(arena)
-    assert lock is not None
+    lock = present(strict.lock_pages(arena))
     lock.wait()
     lock_all(strict, other)
     del other
@@ -324,8 +324,7 @@ def test_copies_are_right_while_pages_are_being_locked(chunked: StrictDevice) ->
     arena = mapped(4 * PAGE)
     arena[:] = np.random.default_rng(0).integers(0, 256, arena.nbytes, dtype=np.uint8)
     stopped = Stopped(chunked, 2)
-    lock = chunked.lock_pages(arena)
-    assert lock is not None
+    lock = present(chunked.lock_pages(arena))
     assert stopped.has_come.wait(PATIENCE_S)
     assert (lock.locked_bytes, lock.num_bytes) == (2 * PAGE, 4 * PAGE)
 
@@ -393,8 +392,7 @@ def test_nothing_is_locked_before_costs_are_measured(chunked: StrictDevice) -> N
 def test_locking_ends_with_its_memory(chunked: StrictDevice, ends_by_itself: bool) -> None:
     arena = mapped(4 * PAGE)
     stopped = Stopped(chunked, 2)
-    lock = chunked.lock_pages(arena)
-    assert lock is not None
+    lock = present(chunked.lock_pages(arena))
     assert stopped.has_come.wait(PATIENCE_S)
     with in_threads() as start:
         if ends_by_itself:

@@ -28,6 +28,7 @@ from krul_sglang.engine.save.offload import MAX_LAYER_BYTES
 from krul_sglang.engine.save.turn import Turn
 from tests.support.engine_builders import PATIENCE_S, TensorPool
 from tests.support.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, PAGE_SIZE, Rig, is_equal
+from tests.support.present import present
 
 SHAPE = LayerShape(1, 16, 16, torch.float32)
 NUM_DRAFT_LAYERS = 2
@@ -71,8 +72,7 @@ class Draft:
         load, rig = self.rig.load(NEW[:num_tokens]), self.rig
         held = HeldLease(KeyRun.of(rig.page_keys), rig.page_keys, lambda: rig.token_ids, load.lease, 0.0)
         index = self.loader.start({"r": dataclasses.replace(load, held=held)})
-        batch = self.loader.batch(index)
-        assert batch is not None
+        batch = present(self.loader.batch(index))
         return index, batch
 
     def has_come_back(self, num_tokens: int = NUM_TOKENS) -> bool:
@@ -172,8 +172,7 @@ def test_what_is_not_stored_fails_nothing(draft: Draft) -> None:
 
 def test_what_is_damaged_fails_nothing_and_leaves_the_store(draft: Draft) -> None:
     draft.save()
-    lease = draft.rig.store.lease(draft.kv.identity, draft.rig.page_keys, draft.rig.token_ids)
-    assert lease is not None
+    lease = present(draft.rig.store.lease(draft.kv.identity, draft.rig.page_keys, draft.rig.token_ids))
     block = lease.slices[0].blocks[1]
     block.flags.writeable = True
     block[:] = 0

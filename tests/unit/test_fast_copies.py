@@ -13,6 +13,7 @@ from krul_backend.tiers.common.eviction import make_policy
 from krul_backend.tiers.common.interface import Lease
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support.fake_tier import FakeTier
+from tests.support.present import present
 from tests.support.store_builders import (
     Clock,
     flip_byte,
@@ -37,13 +38,8 @@ def store(request: pytest.FixtureRequest) -> Iterator[HostStore]:
     store.close()
 
 
-def found(lease: Lease | None) -> Lease:
-    assert lease is not None
-    return lease
-
-
 def ids_of(lease: Lease | None) -> list[int]:
-    return [piece.segment_id for piece in found(lease).slices]
+    return [piece.segment_id for piece in present(lease).slices]
 
 
 def test_a_lease_prefers_them_where_a_run_begins(store: HostStore) -> None:
@@ -65,7 +61,7 @@ def test_a_lease_that_avoids_them_has_them_where_there_is_nothing_else(store: Ho
     put(store, "c", 0, 2, LARGE, is_fast_copy=True)
     copy, _ = put(store, "c", 2, 4, LARGE, is_fast_copy=True)
     keys = page_keys("c", 0, 4)
-    lease = found(store.lease(MODEL, keys, tokens_of(keys), fast_copies="avoid"))
+    lease = present(store.lease(MODEL, keys, tokens_of(keys), fast_copies="avoid"))
     assert [(piece.segment_id, piece.is_fast_copy) for piece in lease.slices] == [
         (first, False),
         (copy, True),
@@ -77,8 +73,7 @@ def test_a_lease_of_nothing_but_them_ends_where_there_is_none(store: KVStore) ->
     put(store, "c", 0, 4, SMALL)
     copies = [put(store, "c", first, first + 1, SMALL, is_fast_copy=True)[0] for first in (0, 1, 3)]
     keys = page_keys("c", 0, 4)
-    lease = store.lease(MODEL, keys, tokens_of(keys), fast_copies="only")
-    assert lease is not None
+    lease = present(store.lease(MODEL, keys, tokens_of(keys), fast_copies="only"))
     assert (ids_of(lease), lease.num_pages) == (copies[:2], 2)
     store.release(lease)
     keys = page_keys("c", 2, 4)
@@ -91,12 +86,11 @@ def test_a_lease_that_serves_no_request_is_no_lookup(store: KVStore) -> None:
     before = store.stats()
     keys = page_keys("c", 0, 2)
     for kind in ("avoid", "skip", "only"):
-        lease = store.lease(MODEL, keys, tokens_of(keys), fast_copies=kind)  # type: ignore[arg-type]
-        assert lease is not None
+        lease = present(store.lease(MODEL, keys, tokens_of(keys), fast_copies=kind))  # type: ignore[arg-type]
         store.release(lease)
     after = store.stats()
     assert (after.lookups, after.hit_pages) == (before.lookups, before.hit_pages)
-    store.release(found(lease_pages(store, "c", 0, 2)))
+    store.release(present(lease_pages(store, "c", 0, 2)))
     assert (store.stats().lookups, store.stats().hit_pages) == (before.lookups + 1, before.hit_pages + 2)
 
 
@@ -104,7 +98,7 @@ def test_they_can_be_dropped_and_stay_with_who_has_a_lease(store: KVStore) -> No
     segment, _ = put(store, "c", 0, 2, SMALL)
     _, written = put(store, "c", 0, 2, (128, 128), is_fast_copy=True)
     others, _ = put(store, "d", 0, 2, (128, 128), is_fast_copy=True)
-    lease = found(lease_pages(store, "c", 0, 2))
+    lease = present(lease_pages(store, "c", 0, 2))
     store.drop_fast_copies(MODEL, page_keys("c", 1, 2))
     assert stored_ids(store) == [segment, others]
     assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
@@ -162,8 +156,7 @@ def test_their_space_is_taken_from_their_kind_first(store: HostStore) -> None:
 
 def test_a_leased_one_stays(store: HostStore) -> None:
     copy, written = put(store, "c", 0, 2, LARGE, is_fast_copy=True)
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     for i in range(6):
         put(store, f"d{i}", 0, 2, LARGE)
     assert copy in stored_ids(store)
@@ -203,8 +196,7 @@ def test_the_sums_leave_them_out(store: HostStore) -> None:
 def test_a_damaged_one_leaves_and_the_segment_is_found(store: HostStore) -> None:
     segment, _ = put(store, "c", 0, 2, SMALL)
     copy, _ = put(store, "c", 0, 2, LARGE, is_fast_copy=True)
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     flip_byte(store, offset_in(store, np.asarray(lease.slices[0].blocks[1])))
     assert store.report_damage(copy)
     store.release(lease)

@@ -17,6 +17,7 @@ from krul_backend.tiers.common.lower_tier import TailRead
 from krul_backend.tiers.common.read_queue import ReadPriority, of_a_load
 from tests.support.daemon_builders import WatchedStore, serving
 from tests.support.fake_tier import FakeTier
+from tests.support.present import present
 from tests.support.store_builders import (
     PAGE_SIZE,
     lease_pages,
@@ -53,9 +54,7 @@ def rig() -> Iterator[Rig]:
 
 
 def leased(rig: Rig, name: str, first: int, end: int) -> Lease:
-    lease = lease_pages(rig.store, name, first, end)
-    assert lease is not None
-    return lease
+    return present(lease_pages(rig.store, name, first, end))
 
 
 def ends_of(content: Sequence[bytes], kept: Sequence[int]) -> tuple[bytes, ...]:
@@ -510,8 +509,7 @@ def test_a_part_is_evicted_like_any_segment(rig: Rig) -> None:
     """Then the whole one is found below again."""
     _, content = below(rig.ssd, "c", 0, 3)
     fetch_part(rig, "c", 0, 3, TAIL)
-    reservation = rig.store.reserve((rig.store.stats().capacity_bytes,))
-    assert reservation is not None
+    reservation = present(rig.store.reserve((rig.store.stats().capacity_bytes,)))
     stats = rig.store.stats()
     assert (stats.evicted_segments, stats.evicted_bytes, stats.num_pages) == (1, sum(KEPT), 0)
     assert_adds_up(rig)
@@ -539,8 +537,7 @@ def test_a_daemons_client_fetches_ends(rig: Rig, client: WatchedStore) -> None:
     _, first = below(rig.ssd, "c", 0, 3)
     _, second = below(rig.ssd, "c", 3, 6)
     _, third = below(rig.ssd, "c", 6, 8)
-    lease = lease_pages(client, "c", 0, 8)
-    assert lease is not None
+    lease = present(lease_pages(client, "c", 0, 8))
     pieces = client.fetch(lease, [TAIL, None])
     assert wait_for(pieces) == [ends_of(first, KEPT), second]
     assert [piece.header.layer_first_token for piece in pieces] == [TAIL.layer_first_token, (12, 12)]
@@ -548,8 +545,7 @@ def test_a_daemons_client_fetches_ends(rig: Rig, client: WatchedStore) -> None:
     assert wait_for(client.fetch(lease)) == [ends_of(first, KEPT), second, third]
     client.release(lease)
     wait_until(lambda: client.stats().fetched_segments == 3)
-    again = lease_pages(client, "c", 0, 8)
-    assert again is not None
+    again = present(lease_pages(client, "c", 0, 8))
     assert again.is_in_dram
     assert client.fetch(again, [None]) == again.slices[:1]
     assert client.fetch(again, [TAIL, TAIL]) == again.slices[:2]
@@ -558,8 +554,7 @@ def test_a_daemons_client_fetches_ends(rig: Rig, client: WatchedStore) -> None:
 
 def test_a_daemons_client_is_told_of_ends_that_cannot_be(rig: Rig, client: WatchedStore) -> None:
     _, content = below(rig.ssd, "c", 0, 3)
-    lease = lease_pages(client, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(client, "c", 0, 3))
     with pytest.raises(ManifestError, match="cannot hold the tokens from 4 on in 100 bytes"):
         client.fetch(lease, [SegmentTail((4, 8), (100, 30))])
     assert wait_for(client.fetch(lease)) == [content]

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from krul_backend.codec.interface import TokenRun
+from krul_backend.codec.layout import PoolRows, as_bytes, put_rows
 from krul_backend.codec.registry import ModelCodecs
+from krul_backend.codec.subspace.coded_tail import tensors_of
 from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.codec.units import UnitPlan
 from krul_backend.strategy.strategy import Strategy
@@ -73,7 +75,7 @@ def test_every_byte_is_stored_and_comes_back(dtype: torch.dtype) -> None:
     pool = make_pool(dtype)
     generator = torch.Generator().manual_seed(1)
     for buffer in (*pool.buffers(0), *pool.buffers(1)):
-        buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
+        as_bytes(buffer).copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
     codec = ModelCodecs(pool.shape, NUM_LAYERS, None)
     taken, placed = torch.arange(3, 23), torch.arange(60, 40, -1)
     run = TokenRun(lambda layer: pool.gather(layer, taken), 0, 20)
@@ -81,12 +83,23 @@ def test_every_byte_is_stored_and_comes_back(dtype: torch.dtype) -> None:
     assert encoding.layer_num_bytes == (20 * 2 * NUM_HEADS * HEAD_DIM,) * NUM_LAYERS
     decoder = codec.native.open(encoding.params, start_token=0, num_tokens=20)
     for layer, block in encoding.blocks:
-        before = pool.gather(layer, taken)
-        restore_layer(decoder, layer, {layer: block}, 0, 20, *pool.buffers(layer), placed)
-        after = pool.gather(layer, placed)
-        assert torch.equal(after.k, before.k)
-        assert torch.equal(after.v, before.v)
-        assert len(before.k.unique()) > 200
+        before = [as_bytes(part) for part in tensors_of(pool.gather(layer, taken))]
+        restore_layer(decoder, layer, {layer: block}, range(20), PoolRows(*pool.buffers(layer), placed))
+        after = [as_bytes(part) for part in tensors_of(pool.gather(layer, placed))]
+        assert all(map(torch.equal, after, before))
+        assert len(before[0].unique()) > 200
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_decoded_numbers_never_become_infinite(dtype: torch.dtype) -> None:
+    """The format's largest number may be decoded as a larger one."""
+    pool, most = make_pool(dtype), torch.finfo(dtype).max
+    buffer, _ = pool.buffers(0)
+    rows = torch.full((2, NUM_HEADS, HEAD_DIM), most, dtype=torch.bfloat16) * 1.25
+    put_rows(buffer, torch.tensor([5, 9]), torch.cat([rows[:1], -rows[1:]]))
+    kept = pool.elements(0, torch.tensor([9, 5]), torch.float32).k
+    assert torch.equal(kept[:, 0, 0], torch.tensor([-most, most]))
+    assert not bool(pool.elements(0, torch.tensor([4, 6]), torch.float32).k.any())
 
 
 @pytest.mark.parametrize("scales", SCALES)
@@ -103,8 +116,8 @@ def test_rows_are_rounded_as_the_engine_rounds_them(
     assert torch.equal(v, own_v)
     engine.set_kv_buffer(SimpleNamespace(layer_id=1), slots, own_k, own_v, *scales)
     for layer in range(NUM_LAYERS):
-        assert torch.equal(pool.buffers(layer)[0], engine.k_buffer[layer])
-        assert torch.equal(pool.buffers(layer)[1], engine.v_buffer[layer])
+        assert torch.equal(as_bytes(pool.buffers(layer)[0]), engine.k_buffer[layer])
+        assert torch.equal(as_bytes(pool.buffers(layer)[1]), engine.v_buffer[layer])
     kept = pool.elements(1, slots, torch.float32)
     eps = torch.finfo(dtype).eps
     # Half a step of the format, of numbers that are not subnormal; a forgotten scale is off by 2 and more.

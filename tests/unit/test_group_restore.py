@@ -11,14 +11,14 @@ from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.restore import GroupTarget, begin_groups, can_fuse_groups
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
-from tests.support.group_restore_cases import GroupCase, check_group, encode_case
+from tests.support.group_restore_cases import TOLERANCE, GroupCase, check_group, encode_case
 from tests.support.triton_runs import compiled_ptx, run_interpreted, run_python
 
 CPU = Device(torch.device("cpu"))
 SHAPE = LayerShape(2, 16, 8, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_on_the_cpu_rows_are_decoded_and_copied(dtype: torch.dtype) -> None:
     shape = LayerShape(2, 16, 8, dtype)
     case = GroupCase(shape, rotary_dim=16, num_tokens=200, first_token=70, end_token=190, head_tokens=20)
@@ -91,7 +91,7 @@ def test_the_kernels_compile_to_whole_stores(
         torch.zeros(100, heads, shape.k_head_dim, dtype=dtype),
         torch.zeros(100, heads, shape.v_head_dim, dtype=dtype),
     )
-    _, arguments = layer_launch(on_device, 1, buffers)
+    _, arguments = layer_launch(on_device, 1, buffers, on_device.groups[0].slots)
     ptx = compiled_ptx(restore_group_layer, arguments, compute_capability)
     assert set(re.findall(r"st\.global[.\w]*", ptx)) == {"st.global.v4.b32"}
     # The first coefficients in parts of tf32, all others in bf16.
@@ -109,7 +109,7 @@ def test_products_of_a_pool_of_fp32_use_no_tf32() -> None:
     on_device = TailsOnDevice([[GroupTarget(tail, [0, 0], torch.arange(90))]], CPU)
     assert len(on_device.exact) > len(on_device.rest) == 0
     buffers = torch.zeros(90, 2, 16), torch.zeros(90, 2, 8)
-    _, arguments = layer_launch(on_device, 0, buffers)
+    _, arguments = layer_launch(on_device, 0, buffers, on_device.groups[0].slots)
     assert "tf32" not in compiled_ptx(restore_group_layer, arguments, 90)
 
 

@@ -78,6 +78,7 @@ SHAPES = [
     LayerShape(2, 16, 16, torch.bfloat16),
     LayerShape(3, 8, 12, torch.float32),
     LayerShape(1, 20, 6, torch.float16),
+    LayerShape(2, 16, 16, torch.float8_e4m3fn),
 ]
 
 if IS_INTERPRETED:
@@ -101,7 +102,8 @@ if IS_INTERPRETED:
         mean, found = torch.randn(2, dim), torch.full((2, 9, dim), torch.nan)
         lowered = found.bfloat16()
         blocks = CPU.upload_joined([piece for layer in range(6) for piece in reads.blocks(layer)])
-        put_on_device(blocks.view(6, -1), reads.rows, rows.index, 2, 50, shape, rotary, mean, found, lowered)
+        numbers = blocks.view(shape.dtype).to(shape.of_numbers.dtype)
+        put_on_device(numbers.view(6, -1), reads.rows, rows.index, 2, 50, shape, rotary, mean, found, lowered)
         torch.testing.assert_close(lowered, found.bfloat16())
         for group in range(2):
             expected = torch.empty(9, dim)
@@ -122,7 +124,7 @@ else:
         layers = [LayerKV(*torch.zeros(2, 30, 8, 128, dtype=torch.bfloat16))] * 2
         with patch.object(Device, "runs_triton", PropertyMock(return_value=True)):
             rows = Reads(layers, shape, 20, CPU).rows
-        blocks, mean = torch.zeros(2, rows.num_bytes, dtype=torch.uint8), torch.zeros(1, 4096)
+        blocks, mean = torch.zeros(2, rows.num_bytes // 2, dtype=shape.dtype), torch.zeros(1, 4096)
         out = torch.zeros(1, 8, 4096)
         _, arguments = vectors_launch(
             *(blocks, rows, torch.arange(8), 1, 0, shape, rotary_table(128), mean, out, out.bfloat16())

@@ -20,6 +20,7 @@ from krul_backend.tiers.dram import host_store
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support.checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
+from tests.support.present import present
 from tests.support.store_builders import (
     PAGE_SIZE,
     commit_to,
@@ -49,8 +50,7 @@ def store() -> Iterator[HostStore]:
 
 def test_what_was_written_comes_back(store: HostStore) -> None:
     segment_id, written = put(store, "c", 0, 3)
-    lease = lease_pages(store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 3))
     assert lease.num_pages == 3
     (piece,) = lease.slices
     assert (piece.segment_id, piece.first_page, piece.end_page) == (segment_id, 0, 3)
@@ -61,8 +61,7 @@ def test_what_was_written_comes_back(store: HostStore) -> None:
 
 def test_byte_counts(store: HostStore) -> None:
     put(store, "c", 0, 3, sizes=(100, 60))
-    reservation = store.reserve((65,))
-    assert reservation is not None
+    reservation = present(store.reserve((65,)))
     stats = store.stats()
     assert (stats.stored_bytes, stats.stored_tokens, stats.num_pages) == (160, 12, 3)
     assert stats.used_bytes == 128 + 64 + 128
@@ -73,8 +72,7 @@ def test_byte_counts(store: HostStore) -> None:
 
 
 def test_nobody_sees_a_segment_before_its_commit(store: HostStore) -> None:
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     assert [block.nbytes for block in reservation.blocks] == [100, 60]
     assert store.find_missing(MODEL, page_keys("c", 0, 2)) == [range(2)]
     assert lease_pages(store, "c", 0, 2) is None
@@ -94,8 +92,7 @@ def test_a_lease_crosses_segments_and_ends_at_the_first_gap(store: HostStore) ->
     first, _ = put(store, "c", 0, 2)
     second, _ = put(store, "c", 2, 5)
     put(store, "c", 6, 8)
-    lease = lease_pages(store, "c", 0, 8)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 8))
     assert lease.num_pages == 5
     assert [(s.segment_id, s.first_page, s.end_page) for s in lease.slices] == [(first, 0, 2), (second, 0, 3)]
     stats = store.stats()
@@ -105,8 +102,7 @@ def test_a_lease_crosses_segments_and_ends_at_the_first_gap(store: HostStore) ->
 def test_a_lease_can_start_and_end_inside_segments(store: HostStore) -> None:
     put(store, "c", 0, 4)
     put(store, "c", 4, 8)
-    lease = lease_pages(store, "c", 1, 6)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 1, 6))
     assert [(s.first_page, s.end_page) for s in lease.slices] == [(1, 4), (0, 2)]
     assert lease.num_pages == 5
 
@@ -114,8 +110,7 @@ def test_a_lease_can_start_and_end_inside_segments(store: HostStore) -> None:
 def test_a_request_that_branches_off_gets_the_common_pages(store: HostStore) -> None:
     put(store, "c", 0, 6)
     keys = (*page_keys("c", 0, 2), *page_keys("other", 2, 6))
-    lease = store.lease(MODEL, keys, tokens_of(keys))
-    assert lease is not None
+    lease = present(store.lease(MODEL, keys, tokens_of(keys)))
     assert lease.num_pages == 2
 
 
@@ -147,8 +142,7 @@ def test_token_ids_of_the_wrong_length_are_an_error(store: HostStore) -> None:
 
 
 def test_changing_the_callers_token_ids_later_changes_nothing(store: HostStore) -> None:
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     manifest = make_manifest("c", 0, 2, (100, 60))
     commit_to(store, reservation, manifest)
     manifest.token_ids[:] = 0
@@ -157,19 +151,16 @@ def test_changing_the_callers_token_ids_later_changes_nothing(store: HostStore) 
 
 def test_a_slice_at_another_position_ends_the_prefix(store: HostStore) -> None:
     put(store, "c", 0, 2)
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     # Claims to follow page 1, but four pages further on.
     manifest = dataclasses.replace(
         make_manifest("c", 2, 4, (100, 60)), start_token=6 * PAGE_SIZE, layer_first_token=()
     )
     commit_to(store, reservation, manifest)
-    lease = lease_pages(store, "c", 0, 4)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 4))
     assert lease.num_pages == 2
     assert store.stats().token_mismatches == 1
-    alone = lease_pages(store, "c", 2, 4)
-    assert alone is not None
+    alone = present(lease_pages(store, "c", 2, 4))
     assert alone.num_pages == 2
 
 
@@ -179,8 +170,7 @@ def test_models_never_meet(store: HostStore) -> None:
     assert lease_pages(store, "c", 0, 2, other) is None
     assert store.find_missing(other, page_keys("c", 0, 2)) == [range(2)]
     _, written = put(store, "c", 0, 2, model=other, seed=5)
-    lease = lease_pages(store, "c", 0, 2, other)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2, other))
     assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
     store.release(lease)
     store.clear(other)
@@ -209,8 +199,7 @@ def test_pages_committed_by_another_keep_their_first_copy(store: HostStore) -> N
     assert stored_ids(store) == [first]
     assert store.stats().used_bytes == 128 + 64
     assert store.stats().committed_segments == 1
-    lease = lease_pages(store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 3))
     assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written[0]
 
 
@@ -219,8 +208,7 @@ def test_a_segment_with_one_new_page_stays(store: HostStore) -> None:
     second, _ = put(store, "c", 1, 4)
     assert stored_ids(store) == [first, second]
     assert store.stats().num_pages == 4
-    lease = lease_pages(store, "c", 0, 4)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 4))
     assert [(s.segment_id, s.first_page, s.end_page) for s in lease.slices] == [(first, 0, 3), (second, 2, 3)]
 
 
@@ -240,8 +228,7 @@ def test_two_threads_that_commit_the_same_pages_leave_one_segment(store: HostSto
 
 @pytest.mark.parametrize("sizes", [(100, 61), (60, 100)])
 def test_other_sizes_than_reserved_are_refused_and_freed(store: HostStore, sizes: tuple[int, ...]) -> None:
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     with pytest.raises(ManifestError, match="differ from the reserved"):
         commit_to(store, reservation, make_manifest("c", 0, 1, sizes))
     stats = store.stats()
@@ -281,8 +268,7 @@ def test_reservations_of_no_block_or_of_less_than_nothing_are_refused(
 def test_space_is_made_from_the_least_recently_used(store: HostStore) -> None:
     ids = [put(store, f"c{i}", 0, 1, sizes=(960, 64))[0] for i in range(4)]
     assert store.stats().free_bytes == 0
-    lease = lease_pages(store, "c0", 0, 1)
-    assert lease is not None
+    lease = present(lease_pages(store, "c0", 0, 1))
     store.release(lease)
     new, _ = put(store, "new", 0, 1, sizes=(960, 64))
     assert sorted(stored_ids(store)) == sorted({*ids, new} - {ids[1]})
@@ -313,8 +299,7 @@ def test_kv_of_a_draft_model_leaves_after_its_targets(is_fast_copy: bool) -> Non
     target, _ = put(store, "c", 0, 1, sizes=(448, 64), is_fast_copy=is_fast_copy)
     assert set(stored_ids(store)) == {draft, target}, "its target's was still to come"
     now_s[0] = 60.0
-    lease = store.lease(MODEL, page_keys("c", 0, 1), tokens_of(page_keys("c", 0, 1)))
-    assert lease is not None
+    lease = present(store.lease(MODEL, page_keys("c", 0, 1), tokens_of(page_keys("c", 0, 1))))
     assert store.reserve((3520, 64)) is None, "only its target's may leave"
     store.release(lease)
     first, _ = put(store, "y", 0, 1, sizes=(3520, 64))
@@ -338,8 +323,7 @@ def test_leasing_from_the_middle_keeps_what_comes_before(store: HostStore) -> No
     tail, _ = put(store, "c", 1, 2, sizes=(960, 64))
     for i in range(2):
         put(store, f"x{i}", 0, 1, sizes=(960, 64))
-    lease = lease_pages(store, "c", 1, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 1, 2))
     store.release(lease)
     put(store, "y", 0, 1, sizes=(1984, 64))
     assert {head, tail} < set(stored_ids(store))
@@ -360,8 +344,7 @@ def test_a_stored_conversation_never_has_a_hole(history: list[tuple[int, bool, i
                 store.release(lease)
         else:
             turn = missing[0].start
-            reservation = store.reserve((num_bytes, 64))
-            assert reservation is not None
+            reservation = present(store.reserve((num_bytes, 64)))
             # Making room may have cut off this conversation's own end.
             if store.find_missing(MODEL, keys)[0].start == turn:
                 fill(reservation, step)
@@ -415,8 +398,7 @@ def test_fragmentation_costs_as_many_evictions_as_real_extents_need() -> None:
     store = HostStore(64 * 8, LruPolicy())
     for i in range(4):
         put(store, f"c{i}", 0, 1, sizes=(64, 64))
-    lease = lease_pages(store, "c1", 0, 1)
-    assert lease is not None
+    lease = present(lease_pages(store, "c1", 0, 1))
     store.release(lease)
     # In order 0, 2, 3, 1: after 0 and 2 there are 256 bytes free, but only 3 makes 256 of them adjacent, and
     # those are not 0's.
@@ -433,8 +415,7 @@ def test_a_tail_is_not_spared_when_its_head_leaves() -> None:
     last_id, _ = put(store, "y", 0, 1, sizes=(64, 64))
     put(store, "c", 1, 2, sizes=(64, 64))
     for name in ("x", "y"):
-        lease = lease_pages(store, name, 0, 1)
-        assert lease is not None
+        lease = present(lease_pages(store, name, 0, 1))
         store.release(lease)
     # In order tail, head, x, y. The head and x make room in one piece; nothing is placed on the tail.
     assert store.reserve((256,)) is not None
@@ -446,8 +427,7 @@ def test_a_tail_is_not_spared_when_its_head_leaves() -> None:
 
 def test_leased_segments_are_never_evicted(store: HostStore) -> None:
     _, written = put(store, "c", 0, 1, sizes=(960, 64))
-    lease = lease_pages(store, "c", 0, 1)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 1))
     for i in range(6):
         put(store, f"x{i}", 0, 1, sizes=(960, 64), seed=i + 1)
     assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
@@ -456,8 +436,7 @@ def test_leased_segments_are_never_evicted(store: HostStore) -> None:
 
 def test_release_is_once(store: HostStore) -> None:
     put(store, "c", 0, 1)
-    lease = lease_pages(store, "c", 0, 1)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 1))
     assert store.stats().num_leases == 1
     store.release(lease)
     assert store.stats().num_leases == 0
@@ -473,8 +452,7 @@ def test_a_cleared_segment_keeps_its_bytes_until_the_last_release(store: HostSto
     stats = store.stats()
     assert (stats.num_segments, stats.num_pages, stats.stored_bytes, stats.used_bytes) == (0, 0, 0, 192)
     # The arena's other bytes are reused, these are not.
-    filler = store.reserve((4096 - 192,))
-    assert filler is not None
+    filler = present(store.reserve((4096 - 192,)))
     fill(filler, 9)
     assert store.reserve((1,)) is None
     for lease in leases:
@@ -502,11 +480,9 @@ def test_the_same_pages_can_be_stored_again_beside_their_zombie(store: HostStore
 
 @pytest.mark.parametrize("model", [None, MODEL])
 def test_clear_drops_what_was_reserved_before_it(store: HostStore, model: object) -> None:
-    before = store.reserve((100, 60))
-    assert before is not None
+    before = present(store.reserve((100, 60)))
     store.clear(model)  # type: ignore[arg-type]
-    after = store.reserve((100, 60))
-    assert after is not None
+    after = present(store.reserve((100, 60)))
     fill(before, 1)
     dropped = commit_to(store, before, make_manifest("c", 0, 2, (100, 60)))
     assert dropped not in stored_ids(store)
@@ -521,8 +497,7 @@ def test_a_clear_lets_others_work_and_keeps_what_they_store_meanwhile(
 ) -> None:
     for conversation in "abcde":
         put(store, conversation, 0, 1)
-    before = store.reserve((100, 60))
-    assert before is not None
+    before = present(store.reserve((100, 60)))
     fill(before, 1)
     monkeypatch.setattr(host_store, "MAX_VISITED", 2)
     num_left: list[int] = []
@@ -546,8 +521,7 @@ def test_a_clear_lets_others_work_and_keeps_what_they_store_meanwhile(
 
 
 def test_clearing_another_model_drops_nothing(store: HostStore) -> None:
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     store.clear(make_model("another"))
     segment_id = commit_to(store, reservation, make_manifest("c", 0, 2, (100, 60)))
     assert stored_ids(store) == [segment_id]
@@ -591,8 +565,7 @@ def test_list_shows_what_an_operator_wants() -> None:
     first, _ = put(store, "c", 0, 2)
     second, _ = put(store, "c", 2, 3, sizes=(10, 20))
     now_s = 107.0
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    assert lease_pages(store, "c", 0, 2) is not None
     now_s = 110.0
     one, two = store.list_segments()
     assert (one.segment_id, one.start_token, one.num_tokens, one.num_bytes) == (first, 0, 8, 160)
@@ -606,8 +579,7 @@ def test_list_shows_what_an_operator_wants() -> None:
 
 
 def damage(store: HostStore, conversation: str, first: int, end: int, layer: int, byte: int) -> None:
-    lease = lease_pages(store, conversation, first, end)
-    assert lease is not None
+    lease = present(lease_pages(store, conversation, first, end))
     flip_byte(store, offset_in(store, lease.slices[0].blocks[layer]) + byte)
     store.release(lease)
 
@@ -621,16 +593,14 @@ def test_reported_damage_is_a_miss_and_hurts_no_other_segment(
     third, _ = put(store, "c", 4, 6, seed=3)
     other, _ = put(store, "d", 0, 2, seed=4)
     damage(store, "c", 2, 4, layer, byte)
-    lease = lease_pages(store, "c", 0, 6)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 6))
     # Whoever reads the block sees it.
     block = lease.slices[1].blocks[layer]
     assert block_checksum(block) != lease.slices[1].checksums[layer]
     store.release(lease)
     assert store.report_damage(second)
     assert not store.report_damage(second)
-    lease = lease_pages(store, "c", 0, 6)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 6))
     assert lease.num_pages == 2
     assert tuple(block.tobytes() for block in lease.slices[0].blocks) == first_written
     assert stored_ids(store) == [first, third, other]
@@ -639,15 +609,13 @@ def test_reported_damage_is_a_miss_and_hurts_no_other_segment(
     assert store.find_missing(MODEL, page_keys("c", 0, 6)) == [range(2, 4)]
     # The hole can be filled again.
     put(store, "c", 2, 4, seed=5)
-    healed = lease_pages(store, "c", 0, 6)
-    assert healed is not None
+    healed = present(lease_pages(store, "c", 0, 6))
     assert healed.num_pages == 6
 
 
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_a_stray_write_after_the_copy_is_found_by_the_reader(store: HostStore, is_committed: bool) -> None:
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     fill(reservation, 1)
     checksums = block_checksums(reservation.blocks)
     stray = offset_in(store, reservation.blocks[1]) + 7
@@ -656,8 +624,7 @@ def test_a_stray_write_after_the_copy_is_found_by_the_reader(store: HostStore, i
     segment_id = store.commit(reservation, make_manifest("c", 0, 2, (100, 60)), checksums)
     if is_committed:
         flip_byte(store, stray)
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     (piece,) = lease.slices
     assert piece.checksums == checksums
     assert [block_checksum(block) == checksums[i] for i, block in enumerate(piece.blocks)] == [True, False]
@@ -669,8 +636,7 @@ def test_a_stray_write_after_the_copy_is_found_by_the_reader(store: HostStore, i
 
 @pytest.mark.parametrize("checksums", [(), (SUM,), (SUM, SUM, SUM), (SUM, SUM[1:]), (SUM, SUM + SUM)])
 def test_a_commit_needs_a_checksum_for_each_range(store: HostStore, checksums: tuple[bytes, ...]) -> None:
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     with pytest.raises(ManifestError, match="checksum"):
         store.commit(reservation, make_manifest("c", 0, 1, (100, 60)), checksums)
     stats = store.stats()
@@ -679,31 +645,26 @@ def test_a_commit_needs_a_checksum_for_each_range(store: HostStore, checksums: t
 
 @pytest.mark.parametrize("params", [{"maps": "x" * MAX_CODEC_PARAMS_BYTES}, {"maps": object()}])
 def test_codec_params_that_cannot_be_kept_are_refused(store: HostStore, params: dict[str, object]) -> None:
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     manifest = dataclasses.replace(make_manifest("c", 0, 1, (100, 60)), codec_params=params)
     with pytest.raises(ManifestError, match="codec parameters"):
         commit_to(store, reservation, manifest)
     stats = store.stats()
     assert (stats.used_bytes, stats.num_reservations, stats.num_segments) == (0, 0, 0)
     largest = {"maps": "x" * (MAX_CODEC_PARAMS_BYTES - len('{"maps":""}'))}
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     commit_to(store, reservation, dataclasses.replace(manifest, codec_params=largest))
-    lease = lease_pages(store, "c", 0, 1)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 1))
     assert lease.slices[0].header.codec_params == largest
 
 
 def test_a_commit_and_a_lease_read_no_block(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     num_threads = threading.active_count()
     for module in ("common.interface", "dram.stored_segment"):
         monkeypatch.setattr(f"krul_backend.tiers.{module}.block_checksum", None)
     store.commit(reservation, make_manifest("c", 0, 2, (100, 60)), (SUM, SUM[::-1]))
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     assert lease.slices[0].checksums == (SUM, SUM[::-1])
     assert threading.active_count() == num_threads
 
@@ -721,8 +682,7 @@ def test_a_wrong_report_of_damage_changes_nothing(store: HostStore) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_a_lease_tells_the_checksums_of_what_was_written(store: HostStore, num_tokens: int) -> None:
     _, written = put(store, "c", 0, num_tokens, seed=num_tokens)
-    lease = lease_pages(store, "c", 0, num_tokens)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, num_tokens))
     (piece,) = lease.slices
     assert piece.checksums == tuple(xxhash.xxh3_64_digest(block) for block in written)
     for (offset, num_bytes), block in zip(piece.spans, written, strict=True):
@@ -743,8 +703,7 @@ def test_a_damaged_segment_takes_only_its_own_pages_along(store: HostStore) -> N
 
 def test_damage_under_a_lease_is_freed_at_its_release(store: HostStore) -> None:
     segment_id, _ = put(store, "c", 0, 2)
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     flip_byte(store, offset_in(store, lease.slices[0].blocks[1]))
     assert store.report_damage(segment_id)
     assert lease_pages(store, "c", 0, 2) is None

@@ -17,6 +17,7 @@ from krul_backend.tiers.dram.dram_books import DramBooks
 from krul_backend.tiers.dram.eviction_plan import MAX_FREE_SHARE, MAX_VISITED, Candidate
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.dram.reservations import Arrival
+from tests.support.present import present
 from tests.support.store_builders import (
     Clock,
     commit_to,
@@ -201,8 +202,7 @@ def test_a_tenant_that_cannot_make_room_is_rejected_and_loses_nothing(shared: Ho
     put(shared, "b", 0, 1, sizes=(448, 64), tenant="b")
     put(shared, "a1", 0, 1, sizes=(448, 64), tenant="a")
     put(shared, "a2", 0, 1, sizes=(448, 64), tenant="a")
-    lease = lease_pages(shared, "a1", 0, 1)
-    assert lease is not None
+    lease = present(lease_pages(shared, "a1", 0, 1))
     assert shared.reserve((1025,), "a") is None
     assert shared.reserve((640,), "a") is None
     assert (shared.stats().rejected_reservations, shared.stats().evicted_segments) == (2, 0)
@@ -218,13 +218,11 @@ def test_a_tenant_that_cannot_make_room_is_rejected_and_loses_nothing(shared: Ho
 
 def test_what_a_tenant_gave_back_it_may_take_again(shared: HostStore) -> None:
     for _ in range(3):
-        reservation = shared.reserve((1024,), "a")
-        assert reservation is not None
+        reservation = present(shared.reserve((1024,), "a"))
         shared.abort(reservation)
     segment_id, _ = put(shared, "a", 0, 4, sizes=(960, 64), tenant="a", range_bytes=64)
     assert shared.trim(segment_id, (8, 0), (448, 64)) == 512
-    reservation = shared.reserve((512,), "a")
-    assert reservation is not None
+    reservation = present(shared.reserve((512,), "a"))
     assert shared.stats().evicted_segments == 0
     # The bytes are whose manifest they have.
     commit_to(shared, reservation, make_manifest("b", 0, 1, (512,), make_model(num_layers=1), tenant="b"))
@@ -251,9 +249,7 @@ def test_a_quota_is_a_share(quota: float) -> None:
 def admit(store: HostStore, name: str = "c", first: int = 0, end: int = 2) -> Arrival:
     manifest = make_manifest(name, first, end, (100, 60))
     checksums = [xxhash.xxh3_64_digest(block) for block in BLOCKS]
-    arrival = store.admit(manifest, checksums, "ssd", 0.5)
-    assert arrival is not None
-    return arrival
+    return present(store.admit(manifest, checksums, "ssd", 0.5))
 
 
 def land(arrival: Arrival, layer: int) -> None:
@@ -263,8 +259,7 @@ def land(arrival: Arrival, layer: int) -> None:
 
 def test_an_arrival_is_leased_from_its_tier_until_it_is_whole(store: HostStore) -> None:
     arrival = admit(store)
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     assert (lease.slices[0].tier, lease.slices[0].blocks, lease.is_in_dram) == ("ssd", (), False)
     (piece,) = store.fetch(lease)
     assert piece.status is not None
@@ -277,8 +272,7 @@ def test_an_arrival_is_leased_from_its_tier_until_it_is_whole(store: HostStore) 
     assert tuple(block.tobytes() for block in piece.blocks) == BLOCKS
     assert not arrival.end(), "it ends once"
     arrival.fail()
-    ordinary = lease_pages(store, "c", 0, 2)
-    assert ordinary is not None
+    ordinary = present(lease_pages(store, "c", 0, 2))
     assert (ordinary.slices[0].tier, ordinary.slices[0].status) == ("dram", None)
     assert store.verify().num_blocks == 2
     for held in (lease, ordinary):
@@ -290,8 +284,7 @@ def test_an_arrival_is_leased_from_its_tier_until_it_is_whole(store: HostStore) 
 @pytest.mark.parametrize("ends_early", [False, True])
 def test_a_failed_arrival_is_gone_at_once(store: HostStore, ends_early: bool) -> None:
     arrival = admit(store)
-    lease = lease_pages(store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 2))
     (piece,) = store.fetch(lease)
     land(arrival, 0)
     if ends_early:
@@ -312,8 +305,7 @@ def test_a_failed_arrival_is_gone_at_once(store: HostStore, ends_early: bool) ->
 def test_a_reader_gives_up_waiting_for_a_layer(store: HostStore) -> None:
     arrival = admit(store)
     lease = store.lease_arrival(arrival, 0, 2)
-    status = store.fetch(lease)[0].status
-    assert status is not None
+    status = present(store.fetch(lease)[0].status)
     with pytest.raises(TierReadError, match="layer 0 did not arrive from its tier"):
         status.wait(0, 0.01)
 
@@ -333,19 +325,16 @@ def test_an_arrival_of_what_dram_holds_is_its_readers_alone(store: HostStore) ->
 
 def test_an_arrival_without_room_is_refused(store: HostStore) -> None:
     put(store, "c", 0, 1, sizes=(2048, 1920))
-    lease = lease_pages(store, "c", 0, 1)
-    assert lease is not None
+    assert lease_pages(store, "c", 0, 1) is not None
     # There would be room for one of 100 and 60 bytes, but for its flags.
-    reservation = store.reserve((64,))
-    assert reservation is not None
+    assert store.reserve((64,)) is not None
     assert store.admit(make_manifest("d", 0, 1, (10,)), (bytes(8),), "ssd", 0.5) is None
     assert store.stats().rejected_reservations == 1
 
 
 def test_a_store_that_closes_tells_those_who_wait(store: HostStore) -> None:
     arrival = admit(store)
-    status = store.fetch(store.lease_arrival(arrival, 0, 2))[0].status
-    assert status is not None
+    status = present(store.fetch(store.lease_arrival(arrival, 0, 2))[0].status)
     store.close()
     with pytest.raises(TierReadError):
         status.wait(0, 20)
@@ -369,8 +358,7 @@ def churn(
     for i, size in enumerate(sizes):
         clock.now_s += 1.0
         blocks = tuple(int(size) // NUM_LAYERS + layer % 3 for layer in range(NUM_LAYERS))
-        reservation = store.reserve(blocks)
-        assert reservation is not None
+        reservation = present(store.reserve(blocks))
         manifest = make_manifest(
             f"c{i}", 0, 1, blocks, LAYERED_MODEL, recompute_s=float(size * rng.uniform(0.5, 2))
         )
@@ -409,8 +397,7 @@ def test_a_reservation_fits_while_half_of_the_arena_is_leased(seed: int, policy:
             assert store.lease(LAYERED_MODEL, manifest.page_keys, manifest.token_ids) is not None
             leased_bytes += manifest.num_bytes
     assert leased_bytes > limit_bytes * 0.95
-    reservation = store.reserve((wanted_bytes // NUM_LAYERS - 64,) * NUM_LAYERS)
-    assert reservation is not None
+    reservation = present(store.reserve((wanted_bytes // NUM_LAYERS - 64,) * NUM_LAYERS))
     fill(reservation, seed)
     store.close()
 
@@ -551,8 +538,7 @@ def test_what_is_used_during_a_search_is_not_counted_twice(monkeypatch: pytest.M
 
     def use_the_oldest() -> None:
         for i in range(300):
-            lease = lease_pages(store, f"c{i}", 0, 1)
-            assert lease is not None
+            lease = present(lease_pages(store, f"c{i}", 0, 1))
             store.release(lease)
 
     Breaths(monkeypatch, use_the_oldest)

@@ -15,6 +15,7 @@ from krul_backend.tiers.common.eviction import LruPolicy
 from krul_backend.tiers.common.interface import CHECKSUM_BYTES, block_checksum, block_checksums
 from krul_backend.tiers.dram.host_store import HostStore
 from tests.support.checksum_gate import ChecksumGate, install_gate, let_go, run_until_gate
+from tests.support.present import present
 from tests.support.store_builders import (
     PAGE_SIZE,
     commit_to,
@@ -44,8 +45,7 @@ def store() -> Iterator[HostStore]:
 
 def leased_bytes(store: HostStore, conversation: str, first: int, end: int) -> list[tuple[bytes, ...]]:
     """Blocks of each slice of a lease of these pages, all of which must be there."""
-    lease = lease_pages(store, conversation, first, end)
-    assert lease is not None
+    lease = present(lease_pages(store, conversation, first, end))
     assert lease.num_pages == end - first
     blocks = [tuple(block.tobytes() for block in piece.blocks) for piece in lease.slices]
     store.release(lease)
@@ -56,8 +56,7 @@ def test_a_trim_keeps_the_end_of_each_block(store: HostStore) -> None:
     segment_id, written = put(store, "c", 0, 4, sizes=(200, 120))
     assert store.trim(segment_id, (4, 8), (150, 40)) == 50 + 80
     assert leased_bytes(store, "c", 0, 4) == [(written[0][50:], written[1][80:])]
-    lease = lease_pages(store, "c", 0, 4)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 4))
     header = lease.slices[0].header
     assert (header.layer_first_token, header.layer_num_bytes) == ((4, 8), (150, 40))
     assert not any(block.flags.writeable for block in lease.slices[0].blocks)
@@ -97,8 +96,7 @@ def test_freed_bytes_are_given_to_others_and_the_rest_survives(store: HostStore)
 
 
 def test_a_conversation_with_nothing_stored_of_a_segment_has_no_hole(store: HostStore) -> None:
-    reservation = store.reserve((0, 0))
-    assert reservation is not None
+    reservation = present(store.reserve((0, 0)))
     assert [block.nbytes for block in reservation.blocks] == [0, 0]
     manifest = dataclasses.replace(
         make_manifest("c", 0, 3, (1, 1)), layer_first_token=(12, 12), layer_num_bytes=(0, 0)
@@ -116,8 +114,7 @@ def test_a_conversation_with_nothing_stored_of_a_segment_has_no_hole(store: Host
 
 
 def test_some_layers_may_have_no_bytes(store: HostStore) -> None:
-    reservation = store.reserve((0, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((0, 60)))
     written = fill(reservation, 3)
     manifest = dataclasses.replace(
         make_manifest("c", 0, 2, (1, 60)), layer_first_token=(8, 0), layer_num_bytes=(0, 60)
@@ -165,8 +162,7 @@ def test_impossible_trims_are_refused(
 
 def test_what_is_gone_or_leased_is_left_alone(store: HostStore) -> None:
     segment_id, written = put(store, "c", 0, 3)
-    lease = lease_pages(store, "c", 1, 2)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 1, 2))
     assert store.trim(segment_id, (4, 4), (50, 30)) == 0
     assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written
     store.release(lease)
@@ -188,8 +184,7 @@ def can_trim(store: HostStore, segment_id: int) -> bool:
 
 def put_branch(store: HostStore, name: str, at_page: int, seed: int = 9) -> int:
     """A segment of one page of another conversation, which goes on after page ``at_page - 1`` of ``c``."""
-    reservation = store.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(store.reserve((100, 60)))
     fill(reservation, seed)
     manifest = make_manifest(name, at_page, at_page + 1, (100, 60), range_bytes=1)
     return commit_to(store, reservation, dataclasses.replace(manifest, parent_key=f"c/{at_page - 1}"))
@@ -221,8 +216,7 @@ def test_a_continuation_from_the_middle_shares_the_segment(store: HostStore) -> 
 
 
 def damage(store: HostStore, conversation: str, first: int, end: int, layer: int, byte: int = 0) -> None:
-    lease = lease_pages(store, conversation, first, end)
-    assert lease is not None
+    lease = present(lease_pages(store, conversation, first, end))
     flip_byte(store, offset_in(store, lease.slices[-1].blocks[layer]) + byte)
     store.release(lease)
 
@@ -287,15 +281,13 @@ def test_a_path_names_its_segments_once_and_in_order(store: HostStore) -> None:
 def test_a_trim_keeps_whole_ranges_from_the_end(store: HostStore) -> None:
     """Of each block what is needed stays in ranges that are counted from its end, with their checksums."""
     segment_id, written = put_segment(store, "c", 0, 4, sizes=(200, 120), range_bytes=64)
-    lease = lease_pages(store, "c", 0, 4)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 4))
     before = lease.slices[0].checksums
     store.release(lease)
     assert [len(checksum) // CHECKSUM_BYTES for checksum in before] == [4, 2]
     # 150 of 200 take three ranges, 40 of 120 take one.
     assert store.trim(segment_id, (4, 8), (150, 40)) == (200 - 192) + (120 - 64)
-    lease = lease_pages(store, "c", 0, 4)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 4))
     (piece,) = lease.slices
     assert (piece.header.layer_first_token, piece.header.layer_num_bytes) == ((4, 8), (192, 64))
     assert piece.header.range_bytes == 64
@@ -313,8 +305,7 @@ def test_a_trim_that_would_cut_a_range_drops_nothing(store: HostStore) -> None:
     assert store.stats().trimmed_segments == 0
     # One layer drops a range, the other one none.
     assert store.trim(segment_id, (8, 8), (193, 64)) == 56
-    lease = lease_pages(store, "c", 0, 4)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 4))
     assert lease.slices[0].header.layer_first_token == (0, 8)
     assert [block.tobytes() for block in lease.slices[0].blocks] == [written[0], written[1][-64:]]
     store.release(lease)
@@ -423,8 +414,7 @@ def test_clear_during_a_check_frees_everything(store: HostStore, gate: ChecksumG
 def test_damage_found_under_a_lease_is_freed_at_its_release(store: HostStore, gate: ChecksumGate) -> None:
     segment_id, _ = put(store, "c", 0, 3)
     thread, results = run_until_gate(gate, lambda: store.report_damage(segment_id))
-    lease = lease_pages(store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 3))
     gate.checksum = bytes(CHECKSUM_BYTES)
     let_go(gate, thread)
     assert results == [True]

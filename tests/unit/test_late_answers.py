@@ -29,6 +29,7 @@ from krul_sglang.engine.restore.held_lease import HeldLease
 from krul_sglang.engine.restore.load_batch import Forecast, Load
 from krul_sglang.engine.restore.returning_request import State
 from krul_sglang.engine.restore.returning_requests import UNCLAIMED_S, ReturningRequests
+from tests.support.present import present
 from tests.support.store_builders import Clock, page_keys, tokens_of, wait_until
 from tests.support.tiered_builders import (
     FLAGS_BYTES,
@@ -360,8 +361,7 @@ def test_a_prefetch_is_sent_without_waiting_and_known_later(
         wait_a_round(waiting, "r")
         asking.answer_all()
     assert rig.ssd.num_reads == 1
-    held = waiting.take("r")
-    assert held is not None
+    held = present(waiting.take("r"))
     assert held.lease.is_in_dram
     rig.store.release(held.lease)
     rig.assert_nothing_is_held()
@@ -375,8 +375,7 @@ def test_what_is_admitted_takes_the_lease_it_has_if_a_newer_one_is_late(
     asking.answer_all()
     assert promise(waiting) == 4
     clock.now_s += 1.0
-    held = waiting.take("r")
-    assert held is not None
+    held = present(waiting.take("r"))
     assert rig.store.stats().num_leases == 1
     asking.answer_all()
     # The late one has been released, and the one that was taken has not.
@@ -394,8 +393,7 @@ def test_room_is_made_when_the_refusal_comes_late(waiting: ReturningRequests, cl
         promise(waiting, name, page_keys(name, 0, 4))
     asking.answer_all()
     wait_a_round(waiting, "a")
-    held = waiting.take("x")
-    assert held is not None
+    held = present(waiting.take("x"))
     waiting.make_room(held.lease, [None] * len(held.lease.slices))
     assert rig.store.stats().num_leases == 2
     asking.answer_all()

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from krul_backend.codec.interface import TokenRun
+from krul_backend.codec.layout import PoolRows
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.codec.units import UnitPlan
@@ -110,7 +111,9 @@ def test_pages_of_an_index_come_back_with_the_rows_of_their_tokens(dtype: torch.
         # A page's row of the index, and the latent rows of its tokens: nothing else is stored.
         page_bytes = engine.index_k_with_scale_buffer[layer][0].nbytes
         assert block.nbytes == len(before) * (page_bytes + PAGE * engine.kv_buffer[layer][0].nbytes)
-        restore_layer(decoder, layer, {layer: block}, 0, len(slots), *pool.buffers(layer), slots)
+        restore_layer(
+            decoder, layer, {layer: block}, range(len(slots)), PoolRows(*pool.buffers(layer), slots)
+        )
     for layer in range(2):
         index, rows = engine.index_k_with_scale_buffer[layer], engine.kv_buffer[layer].view(torch.uint8)
         assert torch.equal(index[after], index[before])

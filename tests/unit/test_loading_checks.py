@@ -28,6 +28,7 @@ from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support.engine_builders import PATIENCE_S, make_load
 from tests.support.fake_tier import FakeTier
 from tests.support.loading_builders import NUM_LAYERS, NUM_PAGES, NUM_TOKENS, SHAPE, Rig, is_equal
+from tests.support.present import present
 from tests.support.store_builders import wait_until
 from tests.support.strict_device import DEVICES, make_device
 
@@ -289,8 +290,7 @@ def test_bytes_that_arrive_wrong_are_no_kv(sunk: SunkRig) -> None:
 def test_no_room_for_a_fetch_fails_the_load(sunk: SunkRig) -> None:
     load = sunk.load(SLOTS)
     free_bytes = sunk.store.stats().largest_free_bytes
-    taken = sunk.store.reserve([free_bytes])
-    assert taken is not None
+    taken = present(sunk.store.reserve([free_bytes]))
     assert_load_fails(sunk, load, "no room in DRAM", first_wrong=0)
     sunk.store.abort(taken)
     assert sunk.tier.num_holds == 0
@@ -316,8 +316,7 @@ def test_other_kv_of_the_same_tokens_is_not_decoded_as_what_was_leased(
 
 
 def test_pages_that_ranks_do_not_agree_on_are_fetched_but_not_loaded(sunk: SunkRig) -> None:
-    lease = sunk.store.lease(sunk.model, sunk.page_keys, sunk.token_ids)
-    assert lease is not None
+    lease = present(sunk.store.lease(sunk.model, sunk.page_keys, sunk.token_ids))
     before = sunk.pool.copy()
     loader: LayerWiseLoader = sunk.loader
     assert loader.finish(loader.start({"r": make_load(lease, sunk.codec, SLOTS[:4])}))

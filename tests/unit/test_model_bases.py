@@ -29,6 +29,7 @@ from krul_sglang.learning.background import BackgroundLearningError, LearningPro
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 from tests.support.codec_builders import rotary_table
 from tests.support.engine_builders import TensorPool
+from tests.support.present import present
 from tests.support.subspace_builders import make_bases
 
 NUM_LAYERS = 3
@@ -173,9 +174,7 @@ class Rank:
 
     def serve(self) -> SubspaceCodec:
         """Start where the bases are there."""
-        subspace = self.start().served.subspace
-        assert subspace is not None
-        return subspace
+        return present(self.start().served.subspace)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -190,8 +189,7 @@ def test_bases_serve_a_pool_of_another_type(model: Path, cache_dir: Path, dtype:
     """They are learned for bf16; numbers of the pool's own type come back."""
     rank = Rank(model, cache_dir)
     rank.have_learned(make_bases(SHAPE, [2, 1], damage_factor=1.5))
-    codec = rank.start(dtype).served.subspace
-    assert codec is not None
+    codec = present(rank.start(dtype).served.subspace)
     assert codec.bases.damage_factor == 1.5
     assert codec.bases.shape.dtype is dtype
     assert {kv.k.dtype for kv in codec.draw(4)} == {dtype}

@@ -16,6 +16,7 @@ from krul_sglang.engine.common.moved_runs import WINDOW_EVERY, WINDOW_TOKENS, Mo
 from krul_sglang.engine.restore import load_batch
 from krul_sglang.engine.restore.load_batch import MovedKeys
 from tests.support.engine_builders import TensorPool
+from tests.support.present import present
 
 
 def text(seed: int, num_tokens: int) -> np.ndarray:
@@ -41,8 +42,7 @@ def test_a_truncated_prompt_finds_the_turns_that_it_kept(
     num_pages = len(whole) // page_size
     index.add("", keys("a", num_pages), whole, range(num_pages))
     kept = whole[system + dropped :]
-    found = index.find("", np.concatenate([text(seed + 1, 7), kept]))
-    assert found is not None
+    found = present(index.find("", np.concatenate([text(seed + 1, 7), kept])))
     assert found.stored_at % page_size == 0
     assert found.prior_key == (f"a-{found.stored_at // page_size - 1}" if found.stored_at else None)
     # The same tokens at both places.
@@ -58,8 +58,7 @@ def test_only_whole_pages_that_were_stored_are_found() -> None:
     index.add("", keys("a", 100), whole, range(40, 60))
     assert index.find("", whole[: 39 * 16]) is None
     assert index.find("", whole[61 * 16 :]) is None
-    found = index.find("", whole)
-    assert found is not None
+    found = present(index.find("", whole))
     assert 40 <= found.stored_at // 16 < 60
     assert found.offset == found.stored_at
 
@@ -81,8 +80,7 @@ def test_the_place_that_shares_most_is_taken() -> None:
     mixed = np.concatenate([first[:300], second[200:1500]])
     index.add("", keys("a", 100), first, range(100))
     index.add("", keys("b", 100), second, range(100))
-    found = index.find("", mixed)
-    assert found is not None
+    found = present(index.find("", mixed))
     assert found.prior_key is not None
     assert found.prior_key.startswith("b-")
     assert found.offset - 300 == found.stored_at - 200
@@ -93,8 +91,7 @@ def test_a_run_ends_within_the_first_window_that_differs() -> None:
     index = RunIndex(16)
     whole = text(9, 3200)
     index.add("", keys("a", 200), whole, range(200))
-    found = index.find("", np.concatenate([whole[400:1600], text(10, 1600)]))
-    assert found is not None
+    found = present(index.find("", np.concatenate([whole[400:1600], text(10, 1600)])))
     assert 1200 <= found.end < 1200 + 10 * WINDOW_EVERY
 
 
@@ -103,14 +100,12 @@ def test_a_run_does_not_go_from_pages_of_text_on_to_those_after_a_moved_run() ->
     whole = text(11, 1600)
     named = [*keys("a", 30), *keys("moved", 70)]
     index.add("", named, whole, range(100), moved_from=30)
-    found = index.find("", whole)
-    assert found is not None
+    found = present(index.find("", whole))
     assert found.stored_at >= 30 * 16
     assert found.prior_key is not None
     assert found.prior_key.startswith("moved-") or found.prior_key == moved_key("a-29", "")
     # Where fewer of those are left, the pages of the text alone are the longer run.
-    found = index.find("", whole[: 40 * 16])
-    assert found is not None
+    found = present(index.find("", whole[: 40 * 16]))
     assert found.stored_at < 30 * 16
     assert found.prior_key is None or found.prior_key.startswith("a-")
 
@@ -131,8 +126,7 @@ def test_windows_that_are_stored_again_lead_to_the_later_place() -> None:
     num_windows = len(index)
     index.add("", keys("again", 100), whole, range(100))
     assert len(index) == num_windows
-    found = index.find("", whole)
-    assert found is not None
+    found = present(index.find("", whole))
     assert found.prior_key is not None
     assert found.prior_key.startswith("again-")
 

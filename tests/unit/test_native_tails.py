@@ -40,7 +40,7 @@ shapes = st.sampled_from(
         LayerShape(3, 64, 64, torch.bfloat16),
         LayerShape(1, 12, 8, torch.float32),  # rows of two sizes
         LayerShape(1, 3, 5, torch.bfloat16),  # of no multiple of 8 bytes
-        LayerShape(3, 5, 5, torch.uint8),  # an fp8 pool's, of an odd number of bytes
+        LayerShape(3, 5, 5, torch.float8_e4m3fn),  # an odd number of bytes
     ]
 )
 

@@ -19,6 +19,7 @@ from krul_backend.tiers.common.page_filter import PageFilter, digest_of
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.ssd.index import Entry, SegmentIndex
 from tests.support.daemon_builders import WatchedStore, serving
+from tests.support.present import present
 from tests.support.ssd_builders import CAPACITY_BYTES, FILE_BYTES, open_tier
 from tests.support.store_builders import lease_pages, make_model, page_keys, put, tokens_of, wait_until
 from tests.support.tiered_builders import Rig
@@ -104,8 +105,7 @@ def test_what_can_be_found_is_never_denied(tmp_path: Path, seed: int) -> None:
         else:
             store.clear()
             num_pages = dict.fromkeys(num_pages, 0)
-        page_filter = store.page_filter
-        assert page_filter is not None
+        page_filter = present(store.page_filter)
         if draw.random() < 0.8:
             wait_until(lambda complete=page_filter: complete.is_complete)  # type: ignore[misc]
         found = [key for key in keys if is_found(store, key)]
@@ -133,8 +133,7 @@ def test_what_a_disk_has_may_be_stored_before_and_after_it_was_read(
 
     monkeypatch.setattr(SegmentIndex, "records", read)
     store = on_disk(tmp_path)
-    page_filter = store.page_filter
-    assert page_filter is not None
+    page_filter = present(store.page_filter)
     keys = [*page_keys("c", 0, 3), *page_keys("d", 0, 3)]
     assert [is_found(store, key) for key in keys] == [True] * 3 + [False] * 3
     assert all(page_filter.may_have(MODEL, key) for key in keys)
@@ -174,8 +173,7 @@ def test_engines_know_what_the_others_have_stored() -> None:
     with serving(TieredStore(HostStore(4096, LruPolicy()))) as runtime_dir:
         writer, reader = (WatchedStore(runtime_dir, model=MODEL) for _ in range(2))
         assert not reader.may_have(MODEL, "c/0")
-        reservation = writer.reserve((100, 60))
-        assert reservation is not None
+        reservation = present(writer.reserve((100, 60)))
         writer.abort(reservation)
         assert not reader.may_have(MODEL, "c/0")
         put(writer, "c", 0, 2)

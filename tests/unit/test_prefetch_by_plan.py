@@ -22,6 +22,7 @@ from krul_sglang.engine.restore.returning_request import Prompt
 from krul_sglang.engine.restore.returning_requests import ReturningRequests
 from tests.support.fake_tier import FakeTier
 from tests.support.planning_builders import planning_of
+from tests.support.present import present
 from tests.support.segment_builders import (
     END,
     MODEL,
@@ -101,9 +102,7 @@ class Rig:
             self.clock.now_s += 10 * RENEW_INTERVAL_S
 
     def take(self) -> HeldLease:
-        held = self.waiting.take("r")
-        assert held is not None
-        return held
+        return present(self.waiting.take("r"))
 
     def plan_load(self, held: HeldLease) -> Load | None:
         return self.restore.plan_load(
@@ -133,10 +132,8 @@ class Rig:
         )
 
     def tails(self, heads: Heads) -> list[SegmentTail]:
-        lease = self.store.lease(MODEL, KEYS, TOKENS)
-        assert lease is not None
-        readers = self.planning.open(lease, END)
-        assert readers is not None
+        lease = present(self.store.lease(MODEL, KEYS, TOKENS))
+        readers = present(self.planning.open(lease, END))
         for reader in readers:
             reader.begin(heads, reader.slots)
         self.store.release(lease)
@@ -164,8 +161,7 @@ def test_only_what_its_plan_wants_is_read_for_a_request_that_waits(rig: Rig) -> 
     assert rig.store.stats().lookups == lookups, "all that is wanted is here"
     held = rig.take()
     assert held.lease.is_in_dram
-    load = rig.plan_load(held)
-    assert load is not None
+    load = present(rig.plan_load(held))
     assert load.plan.head_ends == FAR
     rig.load(load)
     assert rig.ssd.num_bytes_read == wanted
@@ -198,8 +194,7 @@ def test_the_rest_is_read_if_it_makes_the_return_sooner(rig: Rig, near_s: float,
     held = rig.take()
     assert held.lease.is_in_dram
     rig.planner.far = heads
-    load = rig.plan_load(held)
-    assert load is not None
+    load = present(rig.plan_load(held))
     assert load.plan.head_ends == heads
     rig.load(load)
     assert rig.ssd.num_bytes_read == whole
@@ -244,8 +239,7 @@ def test_whole_segments_are_read_as_long_as_costs_are_unknown(rig: Rig) -> None:
 def test_what_the_plan_of_its_turn_wants_beyond_that_is_read_then(rig: Rig) -> None:
     rig.wait()
     rig.planner.far = WHOLE
-    load = rig.plan_load(rig.take())
-    assert load is not None
+    load = present(rig.plan_load(rig.take()))
     assert load.plan.head_ends == WHOLE
     rig.load(load)
     assert rig.ssd.num_bytes_read == rig.num_bytes(WHOLE)
@@ -267,8 +261,7 @@ def test_a_request_outside_of_the_window_asks_for_no_more_than_its_plan_wants(ri
         queue.append("r")
     held = rig.take()
     assert not held.lease.is_in_dram
-    load = rig.plan_load(held)
-    assert load is not None
+    load = present(rig.plan_load(held))
     rig.ssd.reads_go_on.set()
     rig.load(load)
     assert rig.ssd.num_bytes_read == rig.num_bytes(FAR)
@@ -291,17 +284,14 @@ def full() -> Iterator[Rig]:
 
 def fill(rig: Rig) -> Any:
     stats = rig.store.stats()
-    reservation = rig.host.reserve((stats.largest_free_bytes - 64,))
-    assert reservation is not None
-    return reservation
+    return present(rig.host.reserve((stats.largest_free_bytes - 64,)))
 
 
 def test_without_room_to_complete_a_part_the_plan_does_without(full: Rig) -> None:
     num_read = full.ssd.num_bytes_read
     held = full.take()
     reservation = fill(full)
-    load = full.plan_load(held)
-    assert load is not None
+    load = present(full.plan_load(held))
     assert load.plan.head_ends == FAR, "what DRAM has"
     full.load(load)
     assert full.ssd.num_bytes_read == num_read
@@ -330,8 +320,7 @@ def test_those_that_wait_give_the_room_to_complete_a_part(full: Rig) -> None:
     full.waiting.expect("s", Prompt(73, 0, lambda: np.arange(72, dtype=np.int64)))
     assert full.waiting.look_up("s", other) == 18
     reservation = fill(full)
-    load = full.plan_load(held)
-    assert load is not None
+    load = present(full.plan_load(held))
     assert load.plan.head_ends == WHOLE
     assert full.waiting.num_leases == 0
     full.load(load)

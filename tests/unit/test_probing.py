@@ -20,6 +20,7 @@ from krul_sglang.engine.budget import probing
 from krul_sglang.engine.budget.probing import PROBED_TOKENS, ProbeOutcome, Prober
 from krul_sglang.engine.restore.tail_groups import TailGroups
 from tests.support.budget_builders import NUM_LAYERS, PAGE_SIZE, BudgetedServer
+from tests.support.present import present
 
 LIMIT = 0.05
 FIRST_PAGES, MORE_PAGES = 8, 32
@@ -174,8 +175,7 @@ def stored_in_part(server: BudgetedServer) -> None:
 
 def damaged(server: BudgetedServer) -> None:
     store_two_turns(server)
-    lease = server.store.lease(server.model.identity, server.keys, server.path.token_ids)
-    assert lease is not None
+    lease = present(server.store.lease(server.model.identity, server.keys, server.path.token_ids))
     block = lease.slices[0].blocks[2]
     memory = np.frombuffer(server.store.host.buffer, np.uint8)
     memory[block.ctypes.data - memory.ctypes.data] ^= 1
@@ -270,11 +270,9 @@ def test_all_ranks_have_one_outcome(
 ) -> None:
     with closing(BudgetedServer(LIMIT, tp_size=tp_size)) as server:
         store_two_turns(server)
-        outcome = measure(server, group=OtherRanks(monkeypatch, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]))
-        assert outcome is not None
+        outcome = present(measure(server, group=OtherRanks(monkeypatch, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0])))
         own, num_sharing = outcome.kl, 2 / tp_size
-        outcome = measure(server, group=OtherRanks(monkeypatch, [0.0, 0.0, 3.0], [0.0, 0.25, 1.0]))
-        assert outcome is not None
+        outcome = present(measure(server, group=OtherRanks(monkeypatch, [0.0, 0.0, 3.0], [0.0, 0.25, 1.0])))
         assert outcome.noted == pytest.approx((damage_of_history(server) + 3.0) / num_sharing)
         assert outcome.kl == pytest.approx((own + 0.25) / 2)
 

@@ -19,6 +19,7 @@ from krul_sglang.engine.capture.query_capture import DECODE_INTERVAL, CapturedRo
 from krul_sglang.engine.capture.turn_capture import QueryShape
 from krul_sglang.engine.common.step_times import StepTimes
 from tests.support.forward_builders import GraphRunner, Mode, decode_batch, extend_batch, mixed_batch
+from tests.support.present import present
 
 SHAPE = QueryShape(
     num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=4, dtype=torch.float32, scaling=0.5
@@ -77,9 +78,7 @@ class Engine:
             self.run_modules(torch.stack([torch.stack(of_layer) for of_layer in queries]))
 
     def take(self, rid: str, slot: int) -> CapturedRows:
-        rows = self.capture.take(rid, slot)
-        assert rows is not None
-        return rows
+        return present(self.capture.take(rid, slot))
 
 
 MakeEngine = Callable[..., Engine]
@@ -98,8 +97,7 @@ def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 def assert_rows_are(rid: str, rows: CapturedRows) -> list[int]:
     """Every kept row is the query of its position, with all heads; returns the positions."""
-    read = rows.rows(10**9)
-    assert read is not None
+    read = present(rows.rows(10**9))
     positions: list[int] = read.positions.tolist()
     assert positions == sorted(set(positions))
     for row, position in enumerate(positions):

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from krul_backend.codec.layout import LayerShape
+from krul_backend.codec.layout import LayerShape, PoolRows
 from krul_backend.codec.pairs.shared_pair import SharedPair
 from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.errors import CodecError
@@ -49,14 +49,14 @@ def test_slots_and_buffers_that_do_not_fit_are_refused(
     blocks, decoder = encode_case(RestoreCase(SHAPE, Precision.INT8, is_pair=False, rotary_dim=32), "cpu")
     k_buffer, v_buffer = pool(shape)
     with pytest.raises(CodecError, match=re.escape(message)):
-        restore_layer(decoder, 0, blocks, 0, 37, k_buffer, v_buffer, slots)
+        restore_layer(decoder, 0, blocks, range(37), PoolRows(k_buffer, v_buffer, slots))
     assert not bool(k_buffer.any())
 
 
 def test_the_block_of_the_partner_must_be_there() -> None:
     blocks, decoder = encode_case(RestoreCase(SHAPE, Precision.INT8, is_pair=True, rotary_dim=32), "cpu")
     with pytest.raises(CodecError, match=r"needs the blocks of layers \(0, 1\), not given: \[0\]"):
-        restore_layer(decoder, 1, {1: blocks[1]}, 0, 37, *pool(SHAPE), torch.arange(37))
+        restore_layer(decoder, 1, {1: blocks[1]}, range(37), PoolRows(*pool(SHAPE), torch.arange(37)))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_kernels_compile_to_whole_stores(
     blocks, decoder = encode_case(case, "cpu")
     found = decoder.unit_blocks(1, blocks, 0, 100)
     assert isinstance(found.codec, SharedPair)
-    target = (0, 100, *pool(shape, 100), torch.arange(100))
+    target = (range(100), PoolRows(*pool(shape, 100), torch.arange(100)))
     for kernel, (_, arguments) in (
         (restore_groups, group_launch(found.codec, found.index, found.blocks, *target)),
         (restore_retained, retained_launch(found.codec, found.index, found.blocks, *target)),
@@ -120,7 +120,7 @@ def test_views_that_begin_anywhere_take_the_same_compilation() -> None:
 def test_the_kernels_are_not_imported_on_the_cpu() -> None:
     code = """
 import sys, torch
-from krul_backend.codec.layout import LayerShape
+from krul_backend.codec.layout import LayerShape, PoolRows
 from krul_backend.codec.unit_restore import restore_layer
 from krul_backend.strategy.strategy import Precision
 from tests.support.restore_oracle import RestoreCase, encode_case
@@ -128,7 +128,7 @@ from tests.support.restore_oracle import RestoreCase, encode_case
 shape = LayerShape(2, 32, 32, torch.float32)
 blocks, decoder = encode_case(RestoreCase(shape, Precision.INT4, is_pair=False, rotary_dim=32), "cpu")
 k_buffer = v_buffer = torch.zeros(37, 2, 32)
-restore_layer(decoder, 0, blocks, 0, 37, k_buffer, v_buffer, torch.arange(37))
+restore_layer(decoder, 0, blocks, range(37), PoolRows(k_buffer, v_buffer, torch.arange(37)))
 ours = "krul_backend.codec.pairs.triton", "krul_backend.codec.subspace.triton", "krul_backend.triton"
 print([name for name in sys.modules if name.startswith((*ours, "triton."))])
 """

@@ -28,6 +28,7 @@ from tests.support.planning_builders import (
     no_heads,
     planning_of,
 )
+from tests.support.present import present
 from tests.support.segment_builders import BOUNDS, DEVICE_TOKENS, END, NUM_LAYERS, PAGE_SIZE, lease_of, stored
 
 
@@ -126,8 +127,7 @@ def test_costs_that_were_learned_change_the_next_plan() -> None:
 
 def test_a_forecast_is_what_the_parts_take_alone() -> None:
     planning = planning_of(HeadsPlanner(lambda problem: (20, 12, 8, 8)), costs=costs_of(2.0, 0.5))
-    planned = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=3)
-    assert planned is not None
+    planned = present(planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=3))
     num_head_tokens = (20 - 8) + (12 - 8)
     num_loaded_tokens = NUM_LAYERS * NUM_TOKENS - num_head_tokens
     assert planned.forecast.head_s == pytest.approx(2.0 * num_head_tokens)
@@ -177,14 +177,12 @@ def test_requests_of_a_batch_share_the_limit_of_head_tokens() -> None:
     slices = leased(planning)
     head_tokens = []
     for _ in range(3):
-        planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1)
-        assert planned is not None
+        planned = present(planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1))
         head_tokens.append(planned.plan.head_ends[0] - DEVICE_TOKENS)
     assert head_tokens == [NUM_TOKENS, 20, 0]
     assert [problem.max_head_tokens for problem in planner.problems] == [NUM_TOKENS + 20, 20, 0]
     planning.start_batch()
-    planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1)
-    assert planned is not None
+    planned = present(planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1))
     assert planned.plan.head_ends[0] == END
 
 
@@ -234,9 +232,7 @@ def moved(
 ) -> list[SegmentReader]:
     """Readers of tokens [8, 48) of the stored conversation, which the prompt has ``shift`` tokens later."""
     segments = tuple(stored("native", start, end, kept_heads) for start, end in pairwise(BOUNDS))
-    readers = planning.open(lease_of(segments, DEVICE_TOKENS), NUM_TOKENS, shift)
-    assert readers is not None
-    return readers
+    return present(planning.open(lease_of(segments, DEVICE_TOKENS), NUM_TOKENS, shift))
 
 
 def test_what_is_before_a_moved_run_is_computed_and_runs_are_planned_in_whole_pages() -> None:

@@ -22,6 +22,7 @@ from krul_sglang.engine.restore.held_lease import MAX_RENEW_INTERVAL_S, RENEW_IN
 from krul_sglang.engine.restore.returning_request import Prompt, State
 from krul_sglang.engine.restore.returning_requests import RETRY_MISS_S, RETRY_PREFETCH_S, ReturningRequests
 from krul_sglang.reasons import Reasons
+from tests.support.present import present
 from tests.support.store_builders import Clock, make_manifest, page_keys, put, tokens_of, wait_until
 from tests.support.tiered_builders import (
     FLAGS_BYTES,
@@ -205,8 +206,7 @@ def test_what_lies_below_comes_up_while_a_request_waits(
     assert rig.ssd.num_reads == 0
     wait_a_round(waiting, "r")
     wait_until_read(rig)
-    held = waiting.take("r")
-    assert held is not None
+    held = present(waiting.take("r"))
     assert tiers_of(held.lease) == [("dram", 1), ("dram", 3)]
     assert rig.ssd.num_reads == 1
     rig.store.release(held.lease)
@@ -221,8 +221,7 @@ def test_a_lookup_ahead_fetches_at_once_and_is_renewed_like_any(
     wait_until_read(rig)
     clock.now_s += RENEW_INTERVAL_S
     assert promise(waiting) == 4
-    held = waiting.take("r")
-    assert held is not None
+    held = present(waiting.take("r"))
     assert tiers_of(held.lease) == [("dram", 4)]
     rig.store.release(held.lease)
     rig.assert_nothing_is_held()
@@ -232,8 +231,7 @@ def test_what_found_no_room_is_fetched_when_there_is_some(
     rig: Rig, waiting: ReturningRequests, clock: Clock
 ) -> None:
     put_below(rig.ssd, "c", 0, 4)
-    reservation = rig.host.reserve((64 * 64,))
-    assert reservation is not None
+    reservation = present(rig.host.reserve((64 * 64,)))
     assert look_ahead(waiting, "r", [KEYS]) == [4]
     assert rig.store.stats().failed_fetches == 1
     rig.host.abort(reservation)
@@ -243,8 +241,7 @@ def test_what_found_no_room_is_fetched_when_there_is_some(
     wait_until_read(rig)
     clock.now_s += RENEW_INTERVAL_S
     assert promise(waiting) == 4
-    held = waiting.take("r")
-    assert held is not None
+    held = present(waiting.take("r"))
     assert held.lease.is_in_dram
     rig.store.release(held.lease)
     rig.assert_nothing_is_held()
@@ -311,8 +308,7 @@ def test_what_waits_below_dram_is_prefetched_when_there_is_room(rig: Rig, clock:
     waiting.release("a")
     wait_a_round(waiting, "bc")
     wait_until_read(rig, num_segments=2)
-    held = waiting.take("b")
-    assert held is not None
+    held = present(waiting.take("b"))
     assert held.lease.is_in_dram
     rig.store.release(held.lease)
     waiting.release("c")
@@ -329,8 +325,7 @@ def test_a_request_keeps_its_place_in_dram_when_its_prefix_on_the_device_changes
     wait_until_read(rig)
     assert look_ahead(waiting, "cd") == [4, 4]
     assert rig.store.stats().num_leases == 2
-    held = waiting.take("c")
-    assert held is not None
+    held = present(waiting.take("c"))
     assert held.lease.is_in_dram
     rig.store.release(held.lease)
     waiting.release("d")
@@ -384,8 +379,7 @@ def test_what_is_admitted_takes_the_room_of_the_last_in_the_queue(
         look_ahead(waiting, "abc"[: number + 1])
         wait_until_read(rig, min(number + 1, num_segments))
     # "c" is looked up last, and admitted first.
-    held = waiting.take("c")
-    assert held is not None
+    held = present(waiting.take("c"))
     make_room(waiting, held)
     assert wait_for(rig.store.fetch(held.lease)) == [content_of("c", 0, 4)]
     rig.store.release(held.lease)
@@ -395,15 +389,13 @@ def test_what_is_admitted_takes_the_room_of_the_last_in_the_queue(
 def test_an_admitted_request_takes_no_more_room_than_it_needs(clock: Clock) -> None:
     """Even if that is of no use: turns that are being stored hold the rest."""
     rig = Rig(3 * TAKEN_BYTES + 128)
-    reservation = rig.host.reserve((128,))
-    assert reservation is not None
+    reservation = present(rig.host.reserve((128,)))
     for name in "abc":
         put_in_dram(rig, name, 0, 4)
     put_below(rig.ssd, "x", 0, 4)
     waiting = requests_on(rig, clock)
     assert look_ahead(waiting, "abcx") == [4, 4, 4, 4]
-    held = waiting.take("x")
-    assert held is not None
+    held = present(waiting.take("x"))
     make_room(waiting, held)
     assert waiting.num_leases == 2
     rig.store.release(held.lease)
@@ -415,8 +407,7 @@ def test_after_a_refusal_none_asks_for_a_while_and_then_all_do_in_their_order(cl
     """Neither those behind the one that was refused, nor those that come later, get before it."""
     rig = Rig(2 * (TAKEN_BYTES + FLAGS_BYTES))
     waiting = requests_on(rig, clock)
-    reservation = rig.host.reserve((2 * (TAKEN_BYTES + FLAGS_BYTES),))
-    assert reservation is not None
+    reservation = present(rig.host.reserve((2 * (TAKEN_BYTES + FLAGS_BYTES),)))
     for name in "abcd":
         put_below(rig.ssd, name, 0, 4)
     look_ahead(waiting, "abc")
@@ -438,8 +429,7 @@ def test_after_a_refusal_none_asks_for_a_while_and_then_all_do_in_their_order(cl
     assert rig.store.stats().failed_fetches >= 2
     in_dram = []
     for name in "abcd":
-        held = waiting.take(name)
-        assert held is not None
+        held = present(waiting.take(name))
         in_dram.append(held.lease.is_in_dram)
         rig.store.release(held.lease)
     assert in_dram == [True, True, False, False]
@@ -456,8 +446,7 @@ def test_an_admitted_request_gets_room_while_much_is_being_prefetched(clock: Clo
     put_below(rig.ssd, "x", 0, 4, (60, 10))
     rig.ssd.reads_go_on.clear()
     look_ahead(waiting, "eabcdx")
-    held = waiting.take("x")
-    assert held is not None
+    held = present(waiting.take("x"))
     asked = rig.store.prefetch_pages(MODEL, page_keys("x", 0, 4), tokens_of(page_keys("x", 0, 4)))
     assert asked == Prefetched(0, "too much at once")
     make_room(waiting, held)
@@ -474,13 +463,11 @@ def test_what_is_on_its_way_gives_no_room(clock: Clock) -> None:
     put_in_dram(rig, "a", 0, 4)
     for name in "bx":
         put_below(rig.ssd, name, 0, 4)
-    reservation = rig.host.reserve((TAKEN_BYTES + FLAGS_BYTES,))
-    assert reservation is not None
+    reservation = present(rig.host.reserve((TAKEN_BYTES + FLAGS_BYTES,)))
     rig.ssd.reads_go_on.clear()
     look_ahead(waiting, "ab")
     promise(waiting, "x", page_keys("x", 0, 4))
-    held = waiting.take("x")
-    assert held is not None
+    held = present(waiting.take("x"))
     make_room(waiting, held)
     rig.store.release(held.lease)
     rig.host.abort(reservation)
@@ -496,8 +483,7 @@ def test_the_first_that_found_no_room_gets_that_of_those_behind_it(clock: Clock)
     for name in "bcd":
         put_in_dram(rig, name, 0, 4)
     put_below(rig.ssd, "a", 0, 4)
-    reservation = rig.host.reserve((TAKEN_BYTES,))
-    assert reservation is not None
+    reservation = present(rig.host.reserve((TAKEN_BYTES,)))
     look_ahead(waiting, "abcd")
     clock.now_s += RETRY_PREFETCH_S
     # "d" has given up what is too much beside "a".
@@ -517,8 +503,7 @@ def test_one_that_may_have_no_more_in_dram_holds_nobody_up(clock: Clock) -> None
     wait_until_read(rig)
     in_dram = []
     for name in "abc":
-        held = waiting.take(name)
-        assert held is not None
+        held = present(waiting.take(name))
         in_dram.append(held.lease.is_in_dram)
         rig.store.release(held.lease)
     assert in_dram == [False, False, True]
@@ -552,8 +537,7 @@ def test_a_store_that_fails_leaves_no_lease(
     monkeypatch.setattr(rig.store, "lease", fail)
     clock.now_s += RENEW_INTERVAL_S
     # What is held is still good.
-    held = waiting.take("r")
-    assert held is not None
+    held = present(waiting.take("r"))
     assert tiers_of(held.lease) == [("ssd", 4)]
     rig.store.release(held.lease)
     # A lookup that fails is a miss.
@@ -579,8 +563,7 @@ def test_one_that_waits_gives_a_copy_back_as_soon_as_it_is_encoded(
     def held() -> list[bool]:
         with waiting.looking_ahead() as queue:
             queue += "c"
-        lease = waiting._requests["c"].lease
-        assert lease is not None
+        lease = present(waiting._requests["c"].lease)
         return [piece.is_fast_copy for piece in lease.lease.slices]
 
     clock.now_s += RENEW_INTERVAL_S
@@ -682,8 +665,7 @@ def test_each_renewal_is_later_than_the_one_before(
     rig.ssd.reads_go_on.set()
     wait_until_read(rig)
     # Its request is admitted: what has arrived is known.
-    held = waiting.take("r")
-    assert held is not None
+    held = present(waiting.take("r"))
     assert held.lease.is_in_dram
     rig.store.release(held.lease)
     rig.assert_nothing_is_held()
@@ -732,8 +714,7 @@ def test_other_pages_are_another_promise(rig: Rig, waiting: ReturningRequests) -
 def test_what_was_taken_is_the_takers(rig: Rig, waiting: ReturningRequests) -> None:
     put_in_dram(rig, "c", 0, 4)
     promise(waiting)
-    held = waiting.take("r")
-    assert held is not None
+    held = present(waiting.take("r"))
     assert waiting.take("r") is None
     waiting.release("r")
     rig.store.release(held.lease)
@@ -825,8 +806,7 @@ def test_a_moved_run_is_held_where_it_brings_more_than_the_prefix(
         # Seven pages from token 10 on.
         assert hold("a", find) == (10 + 7 * MODEL.page_size) // MODEL.page_size
     assert asked == [3]
-    held = waiting.take("a")
-    assert held is not None
+    held = present(waiting.take("a"))
     assert held.moved is not None
     assert held.lease.num_pages == 7
     rig.store.release(held.lease)
@@ -877,8 +857,7 @@ def test_a_moved_run_comes_to_dram_while_its_request_waits(
     assert look_up(waiting, "a", keys, lambda num_found: moved_run(5, 9)) > 0
     wait_a_round(waiting, "a")
     wait_until_read(rig)
-    held = waiting.take("a")
-    assert held is not None
+    held = present(waiting.take("a"))
     assert held.lease.is_in_dram
     rig.store.release(held.lease)
     rig.assert_nothing_is_held()

@@ -28,6 +28,7 @@ from krul_sglang.engine.save import later_encoding
 from krul_sglang.engine.save.later_encoding import LEAST_SHARE, LaterEncoder, copy_room
 from krul_sglang.engine.save.turn import Turn
 from tests.support.engine_builders import PATIENCE_S, computing
+from tests.support.present import present
 from tests.support.store_builders import put, wait_until
 
 PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
@@ -148,8 +149,7 @@ def test_a_turn_that_is_evicted_while_it_waits_keeps_what_was_copied(busy: BusyB
 def test_room_is_made_while_an_evicted_turn_waits_for_it(busy: BusyBench) -> None:
     stats = busy.store.stats()
     sizes = [stats.largest_free_bytes // NUM_LAYERS] * NUM_LAYERS
-    reservation = busy.store.reserve(sizes)
-    assert reservation is not None
+    reservation = present(busy.store.reserve(sizes))
     job = busy.offloader.submit(busy.turn("a", 2))
     wait_until(lambda: busy.encoder.lacks_room)
     asked = []
@@ -225,8 +225,7 @@ def test_room_is_waited_for_and_a_lone_copy_always_has_some(busy: BusyBench) -> 
 
 
 def test_host_memory_that_is_full_for_a_moment_is_waited_for(busy: BusyBench) -> None:
-    taken = busy.store.reserve((busy.store.stats().capacity_bytes,))
-    assert taken is not None
+    taken = present(busy.store.reserve((busy.store.stats().capacity_bytes,)))
     threading.Timer(0.05, busy.store.abort, [taken]).start()
     busy._may_encode.set()
     assert busy.store_turn(busy.turn("a", 2))
@@ -283,8 +282,7 @@ def test_a_damaged_exact_copy_is_not_encoded(busy: BusyBench) -> None:
     for turn in (damaged, whole):
         busy.offloader.submit(turn)
         assert busy.offloader.pop_completed()
-    lease = busy.lease(damaged)
-    assert lease is not None
+    lease = present(busy.lease(damaged))
     busy.store.release(lease)
     busy.store.host.buffer[lease.slices[0].spans[1].offset] ^= 0x10
     busy.encode_now()
@@ -464,8 +462,7 @@ def test_copies_may_take_what_nothing_encoded_needs_and_half_of_memory_at_least(
 def test_encoding_is_hurried_while_the_store_has_no_room(busy: BusyBench) -> None:
     """The copies of another server have taken it."""
     sizes = (busy.store.stats().capacity_bytes,)
-    taken = busy.store.reserve(sizes, is_fast_copy=False)
-    assert taken is not None
+    taken = present(busy.store.reserve(sizes, is_fast_copy=False))
     with computing(busy.gate):
         assert not busy.encoder._has_full_speed()
         busy.offloader.submit(busy.turn("a", 1))

@@ -31,6 +31,7 @@ from tests.support.daemon_builders import serving
 from tests.support.engine_builders import PATIENCE_S, TensorPool
 from tests.support.fake_object_store import FakeCluster, FakeObjectStore
 from tests.support.fake_tier import FakeTier
+from tests.support.present import present
 from tests.support.ssd_builders import open_tier
 from tests.support.subspace_builders import make_bases
 
@@ -109,8 +110,7 @@ def test_those_that_would_fill_the_store_are_not_put(rig: Rig) -> None:
 def test_damaged_ones_are_dropped(rig: Rig) -> None:
     rig.put(CONTENT, "a" * 64)
     assert rig.tiered.flush(PATIENCE_S)
-    lease = rig.tiered.lease(MODEL, (f"{NEWEST}-{'a' * 64}",), rig.shared()._token_ids)
-    assert lease is not None
+    lease = present(rig.tiered.lease(MODEL, (f"{NEWEST}-{'a' * 64}",), rig.shared()._token_ids))
     rig.tiered.release(lease)
     spans = lease.slices[0].spans
     rig.tiered.host.buffer[spans[0].offset] ^= 1
@@ -213,8 +213,7 @@ def test_an_engine_without_a_file_takes_the_bases_of_one_that_has_one(engines: l
     other = make_bases(SHAPE, [2, 2], seed=1)
     other.save(second.path)
     second.start()
-    found = third.start().served.subspace
-    assert found is not None
+    found = present(third.start().served.subspace)
     assert found.bases.digest == other.digest
 
 

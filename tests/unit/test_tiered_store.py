@@ -20,6 +20,7 @@ from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.interface import Prefetched, SegmentSlice, TierStats
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 from tests.support.fake_tier import NUM_READ_THREADS, FakeTier
+from tests.support.present import present
 from tests.support.store_builders import (
     commit_to,
     lease_pages,
@@ -91,8 +92,7 @@ def test_pages_that_dram_has_are_not_read_from_below(rig: Rig) -> None:
 
 def test_a_lease_from_the_middle_of_a_lower_segment(rig: Rig) -> None:
     _, content = put_below(rig.ssd, "c", 0, 6)
-    lease = lease_pages(rig.store, "c", 1, 4)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 1, 4))
     (piece,) = lease.slices
     assert (piece.first_page, piece.end_page, lease.num_pages) == (1, 4, 3)
     (fetched,) = rig.store.fetch(lease)
@@ -111,8 +111,7 @@ def test_positions_must_go_on_across_tiers(rig: Rig) -> None:
     assert tiers_of(lease_pages(rig.store, "c", 0, 4)) == [("dram", 2)]
     # Nor does DRAM go on after a lower tier with what claims another position.
     put_below(rig.ssd, "d", 0, 2)
-    reservation = rig.host.reserve((100, 60))
-    assert reservation is not None
+    reservation = present(rig.host.reserve((100, 60)))
     odd = dataclasses.replace(
         manifest,
         page_keys=page_keys("d", 2, 4),
@@ -171,8 +170,7 @@ def test_layers_land_one_by_one_and_the_segment_becomes_an_ordinary_one(rig: Rig
     _, content = put_below(rig.ssd, "c", 0, 3)
     rig.ssd.num_free_layers = 1
     rig.ssd.reads_go_on.clear()
-    lease = lease_pages(rig.store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
     (piece,) = rig.store.fetch(lease)
     assert piece.status is not None
     assert piece.tier == "ssd"
@@ -227,8 +225,7 @@ def test_two_threads_that_fetch_the_same_segment_read_it_once(rig: Rig) -> None:
 
 def test_a_copy_that_was_stored_meanwhile_is_used(rig: Rig) -> None:
     put_below(rig.ssd, "c", 0, 3)
-    lease = lease_pages(rig.store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
     stored, content = put_in_dram(rig, "c", 0, 3)
     (piece,) = rig.store.fetch(lease)
     assert (piece.segment_id, piece.tier, rig.ssd.num_reads, rig.ssd.num_holds) == (stored, "dram", 0, 0)
@@ -239,8 +236,7 @@ def test_a_copy_that_was_stored_meanwhile_is_used(rig: Rig) -> None:
 
 def test_a_copy_that_holds_less_than_was_promised_is_not_used(rig: Rig) -> None:
     _, content = put_below(rig.ssd, "c", 0, 3)
-    lease = lease_pages(rig.store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
     stored, _ = put_in_dram(rig, "c", 0, 3, range_bytes=20)
     assert rig.host.trim(stored, (4, 4), (60, 40)) == 60
     (piece,) = rig.store.fetch(lease)
@@ -257,8 +253,7 @@ def test_a_copy_that_holds_less_than_was_promised_is_not_used(rig: Rig) -> None:
 
 def test_fetching_a_lease_again_gives_the_same_segments(rig: Rig) -> None:
     _, content = put_below(rig.ssd, "c", 0, 3)
-    lease = lease_pages(rig.store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
     pieces = (*rig.store.fetch(lease), *rig.store.fetch(lease))
     assert wait_for(pieces) == [content] * 2
     assert pieces[0].segment_id == pieces[1].segment_id
@@ -281,8 +276,7 @@ def test_an_arriving_segment_is_not_evicted_or_trimmed(rig: Rig) -> None:
     assert rig.host.verify().num_blocks == 0
     rig.ssd.reads_go_on.set()
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
-    lease = lease_pages(rig.store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
     assert wait_for(lease.slices) == [content]
     rig.store.release(lease)
     rig.assert_nothing_is_held()
@@ -299,8 +293,7 @@ def test_a_read_that_fails_tells_its_readers_and_leaves_nothing(
     put_below(rig.ssd, "c", 0, 3)
     rig.ssd.fail_after, rig.ssd.read_error = fail_after, error
     rig.ssd.reads_go_on.clear()
-    lease = lease_pages(rig.store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
     (piece,) = rig.store.fetch(lease)
     rig.ssd.reads_go_on.set()
     assert piece.status is not None
@@ -373,8 +366,7 @@ def test_prefetches_on_their_way_leave_most_of_the_memory_to_others(rig: Rig) ->
     assert prefetched == [Prefetched(2)] * 2 + [Prefetched(0, "too much at once")] * 6
     assert is_in_dram(rig, "stored", 0, 2)
     # A load is not limited.
-    lease = lease_pages(rig.store, names[7], 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, names[7], 0, 2))
     pieces = rig.store.fetch(lease)
     rig.ssd.reads_go_on.set()
     assert wait_for(pieces) == [content_of(names[7], 0, 2, (300, 100))]
@@ -403,8 +395,7 @@ def test_what_was_prefetched_is_counted_once_as_found_or_as_wasted(rig: Rig) -> 
         assert rig.store.prefetch_pages(MODEL, keys, tokens_of(keys)).num_pages == 2
     # On its way is not there, but a load takes it.
     assert tiers_of(lease_pages(rig.store, "c", 0, 2)) == [("ssd", 2)]
-    taken = lease_pages(rig.store, "e", 0, 2)
-    assert taken is not None
+    taken = present(lease_pages(rig.store, "e", 0, 2))
     rig.store.fetch(taken)
     rig.ssd.reads_go_on.set()
     wait_until(lambda: rig.store.stats().fetched_segments == 3)
@@ -419,8 +410,7 @@ def test_what_was_prefetched_is_counted_once_as_found_or_as_wasted(rig: Rig) -> 
 
 def test_what_a_load_fetches_is_no_prefetch(rig: Rig) -> None:
     put_below(rig.ssd, "c", 0, 2)
-    lease = lease_pages(rig.store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 2))
     rig.store.fetch(lease)
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
     assert tiers_of(lease_pages(rig.store, "c", 0, 2)) == [("dram", 2)]
@@ -468,8 +458,7 @@ def test_an_error_while_a_segment_is_let_in_leaves_nothing(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     put_below(rig.ssd, "c", 0, 3)
-    lease = lease_pages(rig.store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
 
     def fail(*args: object) -> None:
         raise MemoryError
@@ -486,8 +475,7 @@ def test_an_error_while_a_segment_is_let_in_leaves_nothing(
 def test_a_lease_released_while_its_segments_arrive_keeps_them_coming(rig: Rig) -> None:
     put_below(rig.ssd, "c", 0, 3)
     rig.ssd.reads_go_on.clear()
-    lease = lease_pages(rig.store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
     rig.store.fetch(lease)
     rig.store.release(lease)
     rig.ssd.reads_go_on.set()
@@ -541,8 +529,7 @@ def test_what_cannot_be_decoded_leaves_every_tier_and_is_stored_again(rig: Rig, 
     if is_in_dram:
         rig.store.prefetch_pages(MODEL, page_keys("c", 0, 2), tokens_of(page_keys("c", 0, 2)))
         wait_until(lambda: rig.store.stats().fetched_segments == 1)
-    lease = lease_pages(rig.store, "c", 0, 4)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 4))
     assert tiers_of(lease) == [("dram" if is_in_dram else "ssd", 2), ("ssd", 2)]
     first = lease.slices[0]
     assert first.header.codec_params == {"kind": "old"}
@@ -553,15 +540,13 @@ def test_what_cannot_be_decoded_leaves_every_tier_and_is_stored_again(rig: Rig, 
     rig.store.release(lease)
     assert not rig.store.report_damage(first.segment_id, "undecodable")
     assert not rig.store.report_damage(10**6, "undecodable")
-    reservation = rig.store.reserve(SIZES)
-    assert reservation is not None
+    reservation = present(rig.store.reserve(SIZES))
     commit_to(rig.store, reservation, encoded(make_manifest("c", 0, 2, SIZES, MODEL), "new"))
     assert rig.store.flush(10)
     for tier in rig.tiers:
         kinds = [record.manifest.codec_params["kind"] for record in tier.records.values()]
         assert sorted(kinds) == ["known", "new"]
-    lease = lease_pages(rig.store, "c", 0, 4)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 4))
     assert [part.header.codec_params["kind"] for part in lease.slices] == ["new", "known"]
     rig.store.release(lease)
     rig.assert_nothing_is_held()
@@ -569,8 +554,7 @@ def test_what_cannot_be_decoded_leaves_every_tier_and_is_stored_again(rig: Rig, 
 
 def test_what_cannot_be_decoded_keeps_its_bytes_for_its_readers(rig: Rig) -> None:
     segment_id, content = put_in_dram(rig, "c", 0, 2)
-    lease = lease_pages(rig.store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 2))
     assert rig.store.report_damage(segment_id, "undecodable")
     assert wait_for(lease.slices) == [content]
     assert rig.store.stats().corrupted_segments == 0
@@ -606,8 +590,7 @@ def test_having_a_segment_saves_computing_it_or_reading_it_from_below(rig: Rig) 
     rig.ssd.writes_go_on.clear()
     rig.mooncake.writes_go_on.clear()
     segment_id, _ = put(rig.store, "c", 0, 2, recompute_s=0.25)
-    segment = rig.host.hold(segment_id)
-    assert segment is not None
+    segment = present(rig.host.hold(segment_id))
     assert segment.restore_s == 0.25
     rig.mooncake.writes_go_on.set()
     # From there it takes longer than computing it.
@@ -630,8 +613,7 @@ def test_clear_reaches_all_tiers_and_what_is_on_its_way(rig: Rig) -> None:
     rig.store.flush(10)
     rig.mooncake.num_free_layers = 1
     rig.mooncake.reads_go_on.clear()
-    lease = lease_pages(rig.store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
     pieces = rig.store.fetch(lease)
     rig.store.clear()
     assert lease_pages(rig.store, "c", 0, 3) is None
@@ -668,8 +650,7 @@ def test_a_lease_from_before_a_clear_brings_nothing_back(rig: Rig) -> None:
 
 def test_clearing_another_model_leaves_what_is_on_its_way(rig: Rig) -> None:
     put_below(rig.ssd, "c", 0, 3)
-    lease = lease_pages(rig.store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
     rig.store.clear(make_model("another"))
     rig.store.fetch(lease)
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
@@ -730,8 +711,7 @@ def test_a_cluster_that_hangs_does_not_hold_up_the_disk(rig: Rig) -> None:
         assert lease is not None
         rig.store.fetch(lease)
     wait_until(lambda: rig.mooncake.num_reads == NUM_READ_THREADS)
-    lease = lease_pages(rig.store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
     assert wait_for(rig.store.fetch(lease)) == [content]
     assert rig.mooncake.num_reads == NUM_READ_THREADS
     rig.mooncake.reads_go_on.set()
@@ -801,8 +781,7 @@ def test_verify_and_stats_cover_all_tiers(rig: Rig) -> None:
     report = rig.store.verify()
     assert (report.num_blocks, report.num_bytes, report.bad_segments) == (8, 4 * 160, ())
     assert [tier.num_segments for tier in rig.store.stats().tiers] == [2, 1]
-    lease = lease_pages(rig.store, "c", 0, 2)
-    assert lease is not None
+    lease = present(lease_pages(rig.store, "c", 0, 2))
     rig.host.buffer[lease.slices[0].spans[0].offset] ^= 1
     rig.store.release(lease)
     assert rig.store.report_damage(segment_id)
@@ -826,8 +805,7 @@ def test_threads_that_do_everything_at_once_see_right_bytes_and_leave_nothing() 
             elif choice < 0.3:
                 rig.host.clear()
             else:
-                lease = rig.store.lease(MODEL, keys, tokens_of(keys))
-                assert lease is not None
+                lease = present(rig.store.lease(MODEL, keys, tokens_of(keys)))
                 try:
                     pieces = rig.store.fetch(lease)
                     for piece, content in zip(pieces, wait_for(pieces), strict=True):
@@ -858,8 +836,7 @@ def test_a_store_without_lower_tiers_is_one_of_dram() -> None:
     rig = Rig()
     store = TieredStore(rig.host)
     _, written = put(store, "c", 0, 2)
-    lease = lease_pages(store, "c", 0, 3)
-    assert lease is not None
+    lease = present(lease_pages(store, "c", 0, 3))
     assert lease.is_in_dram
     assert wait_for(store.fetch(lease)) == [written]
     assert store.flush(1)

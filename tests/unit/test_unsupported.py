@@ -90,6 +90,7 @@ def test_it_is_refused_before_anything_starts(rule: Rule, tmp_path: Path) -> Non
         {"attn_dp_size": 2},
         {"krul.strategy": "subspace"},
         {"kv_cache_dtype": "fp8_e5m2"},
+        {"kv_cache_dtype": "fp8_e4m3", "krul.strategy": "subspace"},
         {"kv_cache_dtype": "bfloat16", "krul.strategy": "subspace"},
         {"load_format": "dummy"},
         {"krul.ssd_dir": "/kv"},

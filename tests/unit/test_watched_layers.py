@@ -73,7 +73,6 @@ def prove(monkeypatch: pytest.MonkeyPatch, mistake: Mistake, *, tells: bool = Tr
         [k for k, _ in buffers],
         [v for _, v in buffers],
         num_tokens=NUM_SLOTS,
-        element_type=torch.float32,
         write=rig.pool.write,
         scales=lambda layer: (1.0, 1.0),
     )

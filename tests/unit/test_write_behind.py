@@ -13,6 +13,7 @@ from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
+from tests.support.present import present
 from tests.support.ssd_builders import FILE_BYTES, FaultyDisk, busy_writer, open_tier, put_manifest
 from tests.support.ssd_builders import SIZES as SSD_SIZES
 from tests.support.ssd_builders import match as ssd_match
@@ -93,8 +94,7 @@ def test_what_a_tier_refused_is_offered_before_memory_evicts_it(rig: Rig) -> Non
     rig.ssd.writes_go_on.set()
     assert rig.store.flush(10)
     assert len(ranges_of(rig)) == 2
-    reservation = rig.store.reserve((capacity_bytes,))
-    assert reservation is not None
+    reservation = present(rig.store.reserve((capacity_bytes,)))
     rig.store.abort(reservation)
     assert rig.store.stats().tiers[0].skipped_segments == {}
 
@@ -170,8 +170,7 @@ def test_what_continues_an_arriving_segment_waits_for_it(rig: Rig) -> None:
     written = [("b/0", 2), ("a/0", 2), ("a/2", 2)]
     assert ranges_of(rig) == written
     # What arrived may be offered after that, too.
-    arrived = rig.store.host.hold(rig.store.path_segments(MODEL, keys)[0].segment_id)
-    assert arrived is not None
+    arrived = present(rig.store.host.hold(rig.store.path_segments(MODEL, keys)[0].segment_id))
     rig.store._write_behind.submit(arrived, [rig.ssd])
     rig.store.host.unhold(arrived)
     assert rig.store.flush(10)
@@ -196,8 +195,7 @@ def test_segments_that_name_each_other_are_taken(rig: Rig) -> None:
     rig.ssd.refuses = True
     # The first segment says that it continues the second one, and the other way round.
     for parent, first in (("a/5", 2), ("a/3", 4)):
-        reservation = rig.store.reserve(SIZES)
-        assert reservation is not None
+        reservation = present(rig.store.reserve(SIZES))
         keys = page_keys("a", first, first + 2)
         manifest = make_manifest("a", first, first + 2, SIZES, MODEL)
         object.__setattr__(manifest, "parent_key", parent)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from krul_backend.codec.layout import LayerShape, ReadLayer
+from krul_backend.codec.layout import LayerShape, ReadLayer, number_type
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
@@ -367,13 +367,14 @@ def check_slots(num_tokens: int, slots: torch.Tensor) -> None:
 
 
 def check_buffers(shape: LayerShape, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> None:
-    """Raises CodecError unless the buffers are those of a pool of this shape and dtype."""
+    """Raises CodecError unless the buffers are those of a pool of this shape, and of its dtype or fp8."""
     for name, buffer, head_dim in (
         ("k_buffer", k_buffer, shape.k_head_dim),
         ("v_buffer", v_buffer, shape.v_head_dim),
     ):
         expected = (shape.num_kv_heads, head_dim)
-        if buffer.ndim != 3 or tuple(buffer.shape[1:]) != expected or buffer.dtype is not shape.dtype:
+        fits = shape.dtype in (buffer.dtype, number_type(buffer.dtype))
+        if buffer.ndim != 3 or tuple(buffer.shape[1:]) != expected or not fits:
             raise CodecError(
                 f"{name} is {buffer.dtype} {tuple(buffer.shape)}, expected {shape.dtype} [slots, *{expected}]"
             )

@@ -4,12 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from krul_backend.errors import CodecError
+
+FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+
+
+def number_type(element_type: torch.dtype) -> torch.dtype:
+    """The type to compute with a pool's elements in: for fp8 it is bf16, which has all their numbers."""
+    return torch.bfloat16 if element_type in FP8_TYPES else element_type
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """View fp8 elements as their bytes, since few operators know fp8; any others stay as they are."""
+    return x.view(torch.uint8) if x.dtype in FP8_TYPES else x
+
+
+class PoolRows(NamedTuple):
+    """Rows of one layer of a pool: ``slots`` (int64, all different) of ``k_buffer [num_slots, H, Dk]`` and
+    ``v_buffer [num_slots, H, Dv]``, all on one device."""
+
+    k_buffer: torch.Tensor
+    v_buffer: torch.Tensor
+    slots: torch.Tensor
+
+
+def to_elements(x: torch.Tensor, element_type: torch.dtype) -> torch.Tensor:
+    """Round numbers to elements of a pool. Those beyond the largest one of fp8 become that: in some of its
+    formats they would be no numbers."""
+    if element_type in FP8_TYPES and x.dtype is not element_type:
+        most = torch.finfo(element_type).max
+        x = x.clamp(-most, most)
+    return x.to(element_type)
+
+
+def take_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Copies of the rows in ``slots`` of a buffer."""
+    return as_bytes(buffer).index_select(0, slots).view(buffer.dtype)
+
+
+def put_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write ``rows [T, ...]``, see ``to_elements``, to ``slots`` of a buffer."""
+    as_bytes(buffer).index_copy_(0, slots, as_bytes(to_elements(rows, buffer.dtype)))
 
 
 @dataclass(frozen=True)
@@ -32,6 +73,11 @@ class LayerShape:
     def v_token_bytes(self) -> int:
         return self.num_kv_heads * self.v_head_dim * self.dtype.itemsize
 
+    @property
+    def of_numbers(self) -> LayerShape:
+        """That of ``LayerKV.numbers``."""
+        return replace(self, dtype=number_type(self.dtype))
+
 
 @dataclass(frozen=True)
 class LayerKV:
@@ -42,6 +88,11 @@ class LayerKV:
 
     k: torch.Tensor
     v: torch.Tensor
+
+    @property
+    def numbers(self) -> LayerKV:
+        """The numbers of fp8 elements in bf16; any others as they are."""
+        return LayerKV(*(x.to(number_type(x.dtype)) for x in (self.k, self.v)))
 
 
 def empty_kv(shape: LayerShape, num_tokens: int, device: torch.device) -> LayerKV:

@@ -15,10 +15,13 @@ from krul_backend.codec.layout import (
     GroupRun,
     LayerKV,
     LayerShape,
+    PoolRows,
     Section,
     Views,
     empty_kv,
     in_groups,
+    put_rows,
+    to_elements,
 )
 from krul_backend.codec.rotary import RotaryTable
 
@@ -101,25 +104,15 @@ class UnitCodec(ABC):
             # [first, end)  of the segment: what this run has of the rows asked for
             first, end = max(first_token, run.first_token), min(end_token, run.end_token)
             for rows, run_rows in ((kv.k, run_k), (kv.v, run_v)):
-                rows[first - first_token : end - first_token] = run_rows[
-                    first - run.first_token : end - run.first_token
-                ]
+                wanted = run_rows[first - run.first_token : end - run.first_token]
+                rows[first - first_token : end - first_token] = to_elements(wanted, rows.dtype)
         return kv
 
-    def restore(
-        self,
-        index: int,
-        blocks: Sequence[torch.Tensor],
-        first_token: int,
-        end_token: int,
-        k_buffer: torch.Tensor,
-        v_buffer: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
-        """Decode tokens into slots of one layer of the pool; see ``restore_layer``."""
-        kv = self.decode(index, blocks, first_token, end_token)
-        k_buffer.index_copy_(0, slots, kv.k)
-        v_buffer.index_copy_(0, slots, kv.v)
+    def restore(self, index: int, blocks: Sequence[torch.Tensor], tokens: range, target: PoolRows) -> None:
+        """Decode tokens into rows of one layer of the pool; see ``restore_layer``."""
+        kv = self.decode(index, blocks, tokens.start, tokens.stop)
+        put_rows(target.k_buffer, target.slots, kv.k)
+        put_rows(target.v_buffer, target.slots, kv.v)
 
     def check(self, index: int, blocks: Sequence[torch.Tensor], first_token: int) -> list[torch.Tensor]:
         """Blocks of ``sources(index)`` that can be viewed; see ``BlockLayout.check``."""

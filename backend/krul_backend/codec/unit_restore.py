@@ -21,7 +21,7 @@ from krul_backend.codec.interface import (
     check_slots,
     in_batches,
 )
-from krul_backend.codec.layout import ALIGNMENT_BYTES
+from krul_backend.codec.layout import ALIGNMENT_BYTES, PoolRows, as_bytes
 from krul_backend.codec.unit import UnitCodec
 from krul_backend.device import Device
 
@@ -35,30 +35,22 @@ MAX_KEPT_BYTES = 128 << 20
 
 
 def restore_layer(
-    decoder: UnitDecoder,
-    layer: int,
-    blocks: Mapping[int, torch.Tensor],
-    first_token: int,
-    end_token: int,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    slots: torch.Tensor,
+    decoder: UnitDecoder, layer: int, blocks: Mapping[int, torch.Tensor], tokens: range, target: PoolRows
 ) -> None:
-    """Decode tokens ``[first_token, end_token)`` of a segment into slots of one layer of the pool.
+    """Decode ``tokens`` of a segment into rows of one layer of the pool.
 
-    ``blocks``: as for ``UnitDecoder.decode``, on the pool's device. ``k_buffer [num_slots, H, Dk]`` and
-    ``v_buffer [num_slots, H, Dv]`` in the pool's dtype are written at ``slots`` (int64
-    ``[end_token - first_token]``, all different, on the same device), and nowhere else. On a GPU the work is
-    queued on the current stream and this returns at once: blocks and slots must not change until it has run.
+    ``blocks``: as for ``UnitDecoder.decode``, on the pool's device. ``target``: in the pool's dtype, with as
+    many slots as tokens; nothing else is written. On a GPU the work is queued on the current stream and this
+    returns at once: blocks and slots must not change until it has run.
 
     Raises:
         CodecError: see ``UnitDecoder.decode``; also if slots and tokens differ in number, or the buffers are
             not of the codec's shape and dtype.
     """
-    found = decoder.unit_blocks(layer, blocks, first_token, end_token)
-    check_slots(end_token - first_token, slots)
-    check_buffers(found.codec.place.shape, k_buffer, v_buffer)
-    found.codec.restore(found.index, found.blocks, first_token, end_token, k_buffer, v_buffer, slots)
+    found = decoder.unit_blocks(layer, blocks, tokens.start, tokens.stop)
+    check_slots(len(tokens), target.slots)
+    check_buffers(found.codec.place.shape, target.k_buffer, target.v_buffer)
+    found.codec.restore(found.index, found.blocks, tokens, target)
 
 
 class UnitRestorer(Restorer["UnitDecoder"]):
@@ -159,15 +151,9 @@ class _CodedUnit(TailGroup):
 
     def restore(self, pool: KVBuffers) -> None:
         reader, layer = self._reader, self._layer
-        restore_layer(
-            reader.decoder,
-            layer,
-            self._restorer.blocks_of(reader, layer),
-            reader.first_row(layer),
-            reader.end_row,
-            *pool.buffers(layer),
-            reader.slots[reader.num_head_rows(layer) :],
-        )
+        rows = range(reader.first_row(layer), reader.end_row)
+        target = PoolRows(*pool.buffers(layer), reader.slots[reader.num_head_rows(layer) :])
+        restore_layer(reader.decoder, layer, self._restorer.blocks_of(reader, layer), rows, target)
         self._restorer.drop_blocks(reader, layer)
 
 
@@ -249,7 +235,7 @@ class NativeTails:
 
     def __init__(self, tails: Sequence[NativeTail], device: Device) -> None:
         self.tails, shape = tails, tails[0].unit.place.shape
-        self._shape, self._runs_triton = shape, device.runs_triton
+        self.shape, self._runs_triton = shape, device.runs_triton
         row_bytes = np.array([[shape.k_token_bytes], [shape.v_token_bytes]])
         of_tails, num_tokens, self.num_bytes = [], 0, 0
         for tail in tails:
@@ -288,7 +274,7 @@ class NativeTails:
             self._move(joined, k_buffer, v_buffer, slots, to_pool=True)
             return
         # As the widest numbers that fit, of which a CPU copies one at a time.
-        wide = torch.int64 if self.piece_bytes % 8 == 0 else self._shape.dtype
+        wide = torch.int64 if self.piece_bytes % 8 == 0 else as_bytes(k_buffer).dtype
         pieces = joined.view(-1, self.piece_bytes).view(wide)
         for buffer, wanted in zip((k_buffer, v_buffer), self._pieces, strict=True):
             targets = buffer.view(len(buffer), -1).view(wide)
@@ -298,7 +284,7 @@ class NativeTails:
 
     def gather(self, k_buffer: torch.Tensor, v_buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """The inverse of ``restore``, on a device that runs triton: the tails of rows in slots."""
-        row_bytes = self._shape.k_token_bytes + self._shape.v_token_bytes
+        row_bytes = self.shape.k_token_bytes + self.shape.v_token_bytes
         # Between rows, what is not written is zero.
         make = torch.empty if len(slots) * row_bytes == self.num_bytes else torch.zeros
         joined = make(self.num_bytes, dtype=torch.uint8, device=slots.device)
@@ -308,4 +294,4 @@ class NativeTails:
     def _move(self, joined: torch.Tensor, *of_pool: torch.Tensor, to_pool: bool) -> None:
         from krul_backend.triton_rows import move_rows
 
-        move_rows(self.starts, self.piece_bytes, joined, *of_pool, to_pool=to_pool)
+        move_rows(self.starts, self.piece_bytes, joined, *map(as_bytes, of_pool), to_pool=to_pool)

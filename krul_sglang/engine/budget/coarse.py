@@ -33,7 +33,9 @@ def coarse_plan(
     layer, which it may hold up.
     """
     at, end = {"start_token": run.start_token, "num_tokens": run.num_tokens}, run.start_token + run.num_tokens
-    for precision in COARSE if limit > 0 else ():
+    # Of fp8, int8 takes no fewer bytes.
+    tried = COARSE if codec.native.model.shape.dtype.itemsize > 1 else COARSE[:1]
+    for precision in tried if limit > 0 else ():
         strategy = Strategy.from_pairs(codec.num_layers, (), precision)
 
         def errors(layer: int, strategy: Strategy = strategy) -> LayerKV:

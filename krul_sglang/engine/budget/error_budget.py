@@ -319,10 +319,10 @@ class ErrorBudget(Decision):
     def _newest(self) -> _BasesInUse | None:
         """The bases that a turn is stored in that ends now; None if there are none."""
         number, subspace = self._bases.num_had, self._bases.subspace
-        if subspace is None or not self._are_weights_known:
+        if subspace is None or not self._are_weights_known or self._pool.is_scaled:
             return None
         if self._in_use is None or self._in_use.number != number:
-            token_bytes = first_group_token_bytes(subspace.bases, self._pool.shape)
+            token_bytes = first_group_token_bytes(subspace.bases)
             self._in_use = _BasesInUse(number, subspace, token_bytes)
             self._bases.drift.begin_again()
             self._correction.begin_again()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from krul_backend.codec.interface import EncodedRun, TokenRun
-from krul_backend.codec.layout import LayerShape
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import EncodedSegment
 from krul_backend.codec.subspace.held_bases import HeldBases, RunLimit, SubspaceRun
@@ -99,8 +98,7 @@ class SubspaceEncoding(TurnEncoding):
         return None
 
 
-def first_group_token_bytes(bases: ModelBases, shape: LayerShape) -> list[float]:
-    """Bytes that a token is expected to take in each group until a turn has been encoded. ``shape``: the
-    pool's."""
-    token_bytes = shape.k_token_bytes + shape.v_token_bytes
+def first_group_token_bytes(bases: ModelBases) -> list[float]:
+    """Bytes that a token is expected to take in each group until a turn has been encoded."""
+    token_bytes = bases.shape.k_token_bytes + bases.shape.v_token_bytes
     return [len(basis.layers) * token_bytes / _FIRST_RATIO for basis in bases.groups]

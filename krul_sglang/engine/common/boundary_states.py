@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from krul_backend.codec.layout import LayerKV
+from krul_backend.codec.layout import LayerKV, as_bytes
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.memory import is_out_of_memory
 from krul_backend.segment import ModelIdentity, TokenIds
@@ -177,7 +177,7 @@ class BoundaryStates:
     def reset(self, state: StateSlot) -> None:
         """Bring a slot to the state before the tokens that were to be loaded, on the current stream."""
         for layer in range(self.pool.num_layers):
-            for rows in self.pool.buffers(layer):
+            for rows in map(as_bytes, self.pool.buffers(layer)):
                 if state.before is None:
                     rows.index_fill_(0, state.slot, 0)
                 else:

@@ -12,6 +12,8 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from krul_backend.codec.layout import FP8_TYPES, take_rows
+
 _MAX_SCORES = 1 << 25
 """Most scores, over all query heads, that one call of a kernel which keeps them all may have in memory."""
 
@@ -61,11 +63,8 @@ def read_rows(
 
     ``scale`` is that of an fp8 pool; it multiplies what the pool keeps. None for 1.
     """
-    if buffer.dtype.itemsize > 1:
-        return buffer.index_select(0, slots).to(dtype)
-    # Of bytes, because few operators know fp8.
-    rows = buffer.view(torch.uint8).index_select(0, slots).view(buffer.dtype).to(dtype)
-    return rows if scale is None else rows * scale
+    rows = take_rows(buffer, slots).to(dtype)
+    return rows if scale is None or buffer.dtype not in FP8_TYPES else rows * scale
 
 
 class GatheredAttention:

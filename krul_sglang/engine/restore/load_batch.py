@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from krul_backend.codec.layout import put_rows
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.device import Device, Event, Mark, StreamClock
 from krul_backend.errors import KrulError
@@ -73,12 +74,12 @@ class MovedKeys:
     def rotate(self, pool: DevicePool, layer: int, slots: torch.Tensor, first_token: int) -> None:
         """Rotate the keys of a layer in ``slots`` (int64 ``[T]``), which are of the prompt's tokens from
         ``first_token`` on."""
-        k_buffer = pool.buffers(layer)[0].view(pool.element_type)
+        k_buffer, _ = pool.buffers(layer)
         for begin in range(0, len(slots), _ROTATED_AT_ONCE):
             part = slots[begin : begin + _ROTATED_AT_ONCE]
             positions = torch.arange(first_token + begin, first_token + begin + len(part), device=part.device)
-            keys = pool.gather_keys(layer, part).view(k_buffer.dtype).float()
-            k_buffer[part] = self.rotary.move(keys, positions - self.shift, positions).to(k_buffer.dtype)
+            keys = pool.gather_keys(layer, part).float()
+            put_rows(k_buffer, part, self.rotary.move(keys, positions - self.shift, positions))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from krul_backend.codec.kernel_arguments import rotary_arguments, target_arguments
-from krul_backend.codec.layout import RecordLayout
+from krul_backend.codec.layout import PoolRows, RecordLayout
 from krul_backend.codec.pairs.shared_pair import SharedPair
 from krul_backend.codec.pairs.triton_kernels import restore_groups, restore_retained
 from krul_backend.codec.pairs.units import FusedUnit
@@ -30,44 +30,26 @@ _PROGRAM_HEADS = (4, 3, 2, 1)
 
 
 def restore_fused(
-    unit: FusedUnit,
-    index: int,
-    blocks: Sequence[torch.Tensor],
-    first_token: int,
-    end_token: int,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    slots: torch.Tensor,
+    unit: FusedUnit, index: int, blocks: Sequence[torch.Tensor], tokens: range, target: PoolRows
 ) -> None:
     """Do ``UnitCodec.restore`` for what ``can_fuse`` accepts, with one kernel; a pair takes a second one.
 
     Raises:
         CodecError: a block that this unit cannot have written.
     """
-    checked = unit.check(index, blocks, first_token)
+    checked = unit.check(index, blocks, tokens.start)
     # The thread's current GPU may be another one than the pool's.
-    with Device.of(k_buffer).as_current():
-        grid, arguments = group_launch(
-            unit, index, checked, first_token, end_token, k_buffer, v_buffer, slots
-        )
+    with Device.of(target.k_buffer).as_current():
+        grid, arguments = group_launch(unit, index, checked, tokens, target)
         restore_groups[grid](**arguments)
         if isinstance(unit, SharedPair) and sum(unit.retained.k) + sum(unit.retained.v) > 0:
             # It overwrites rows that the first kernel has just written.
-            grid, arguments = retained_launch(
-                unit, index, checked, first_token, end_token, k_buffer, v_buffer, slots
-            )
+            grid, arguments = retained_launch(unit, index, checked, tokens, target)
             restore_retained[grid](**arguments)
 
 
 def group_launch(
-    unit: FusedUnit,
-    index: int,
-    blocks: Sequence[torch.Tensor],
-    first_token: int,
-    end_token: int,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    slots: torch.Tensor,
+    unit: FusedUnit, index: int, blocks: Sequence[torch.Tensor], tokens: range, target: PoolRows
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid and arguments of ``restore_groups``. ``blocks``: checked."""
     place = unit.place
@@ -81,14 +63,14 @@ def group_launch(
         max(1, _HALF_TILE // max(k_padded_half, v_padded_half)), triton.next_power_of_2(group_size)
     )
     num_program_heads = next(n for n in _PROGRAM_HEADS if shape.num_kv_heads % n == 0)
-    num_groups = -(-end_token // group_size) - first_token // group_size
+    num_groups = -(-tokens.stop // group_size) - tokens.start // group_size
     token_blocks = num_groups * triton.cdiv(group_size, num_program_tokens)
     arguments = {
         "block": blocks[0], "missing_bytes": lower.num_bytes - blocks[0].numel(),
         "own_block": blocks[-1], "own_missing_bytes": own.num_bytes - blocks[-1].numel(),
-        **target_arguments(k_buffer, v_buffer, slots),
-        **rotary_arguments(place.rotary, k_buffer.device),
-        "first_token": first_token, "end_token": end_token,
+        **target_arguments(*target),
+        **rotary_arguments(place.rotary, target.k_buffer.device),
+        "first_token": tokens.start, "end_token": tokens.stop,
         "start_token": place.start_token, "num_full_groups": place.num_tokens // group_size,
         **_section_offsets("last_", unit.formats, lower.last_record, own.last_record),
         **_section_offsets("", unit.formats, lower.group_record, own.group_record),
@@ -106,21 +88,14 @@ def group_launch(
 
 
 def retained_launch(
-    pair: SharedPair,
-    index: int,
-    blocks: Sequence[torch.Tensor],
-    first_token: int,
-    end_token: int,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    slots: torch.Tensor,
+    pair: SharedPair, index: int, blocks: Sequence[torch.Tensor], tokens: range, target: PoolRows
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid and arguments of ``restore_retained``. ``blocks``: checked."""
     num_k_rows, num_v_rows = sum(pair.retained.k), sum(pair.retained.v)
     shape = pair.place.shape
     lower = pair.layouts[_LOWER].trailer_views(blocks[0])
     own = pair.layouts[index].trailer_views(blocks[-1])
-    head_ends = Device.of(k_buffer).from_list(
+    head_ends = Device.of(target.k_buffer).from_list(
         [list(accumulate(counts)) for counts in (pair.retained.k, pair.retained.v)], torch.int32
     )
     k_padded_dim, v_padded_dim = (triton.next_power_of_2(dim) for dim in (shape.k_head_dim, shape.v_head_dim))
@@ -129,8 +104,8 @@ def retained_launch(
         "k_tokens": lower["k_tokens"], "k_rows": own["k_rows"], "k_head_ends": head_ends[0],
         "v_tokens": lower["v_tokens"], "v_rows": own["v_rows"], "v_head_ends": head_ends[1],
         "num_k_rows": num_k_rows, "num_v_rows": num_v_rows,
-        **target_arguments(k_buffer, v_buffer, slots),
-        "first_token": first_token, "end_token": end_token,
+        **target_arguments(*target),
+        "first_token": tokens.start, "end_token": tokens.stop,
         "num_heads": shape.num_kv_heads, "padded_heads": triton.next_power_of_2(shape.num_kv_heads),
         "k_dim": shape.k_head_dim, "k_padded_dim": k_padded_dim,
         "v_dim": shape.v_head_dim, "v_padded_dim": v_padded_dim,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from krul_backend.codec.layout import GroupRun, LayerKV, Views
+from krul_backend.codec.layout import GroupRun, LayerKV, PoolRows, Views
 from krul_backend.codec.pairs.vector_format import VectorFormat, key_and_value_formats
 from krul_backend.codec.unit import SegmentPlace, SingleLayer, UnitCodec
 from krul_backend.device import Device
@@ -23,31 +23,16 @@ class FusedUnit(UnitCodec):
 
     formats: tuple[VectorFormat, VectorFormat]
 
-    def restore(
-        self,
-        index: int,
-        blocks: Sequence[torch.Tensor],
-        first_token: int,
-        end_token: int,
-        k_buffer: torch.Tensor,
-        v_buffer: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
-        if can_fuse(self, blocks, k_buffer, v_buffer, slots):
+    def restore(self, index: int, blocks: Sequence[torch.Tensor], tokens: range, target: PoolRows) -> None:
+        if can_fuse(self, blocks, target):
             from krul_backend.codec.pairs.triton_restore import restore_fused
 
-            restore_fused(self, index, blocks, first_token, end_token, k_buffer, v_buffer, slots)
+            restore_fused(self, index, blocks, tokens, target)
         else:
-            super().restore(index, blocks, first_token, end_token, k_buffer, v_buffer, slots)
+            super().restore(index, blocks, tokens, target)
 
 
-def can_fuse(
-    unit: UnitCodec,
-    blocks: Sequence[torch.Tensor],
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    slots: torch.Tensor,
-) -> bool:
+def can_fuse(unit: UnitCodec, blocks: Sequence[torch.Tensor], target: PoolRows) -> bool:
     """True if the fused pass can restore a layer of this unit.
 
     It cannot if a tensor is on the CPU or on another GPU; if elements of the pool are not bf16, fp16 or fp32;
@@ -55,11 +40,11 @@ def can_fuse(
     """
     return (
         isinstance(unit, FusedUnit)
-        and Device.of(k_buffer).runs_triton
-        and all(tensor.device == k_buffer.device for tensor in (*blocks, k_buffer, v_buffer, slots))
+        and Device.of(target.k_buffer).runs_triton
+        and all(tensor.device == target.k_buffer.device for tensor in (*blocks, *target))
         and unit.place.shape.dtype in _FUSED_DTYPES
-        and k_buffer.stride(-1) == v_buffer.stride(-1) == 1
-        and slots.is_contiguous()
+        and target.k_buffer.stride(-1) == target.v_buffer.stride(-1) == 1
+        and target.slots.is_contiguous()
     )
 
 

@@ -83,6 +83,11 @@ class GroupBasis:
         """The number R of coefficients."""
         return self.encoder.shape[1]
 
+    @property
+    def deviations(self) -> torch.Tensor:
+        """``[R]``: of normal numbers with these mean magnitudes, about which coefficients are as wide."""
+        return self.magnitudes * math.sqrt(math.pi / 2)
+
     @cached_property
     def scatter_costs(self) -> torch.Tensor:
         """``[R]``: ``e^2`` times this is ``shift_costs`` of an error ``e`` in one coefficient alone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import pi, prod, sqrt
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -183,9 +183,8 @@ class SubspaceCodec:
         Raises:
             CodecError: no tokens, or positions beyond the model's.
         """
-        segment, groups = self._segment(start_token, num_tokens), self.bases.groups
-        if are_errors:
-            segment = replace(segment, num_first_tokens=0)
+        whole, groups = self._segment(start_token, num_tokens), self.bases.groups
+        segment = replace(whole, num_first_tokens=0) if are_errors else whole
         num_sampled = min(num_tokens, _SAMPLE_TOKENS)
         index = torch.arange(num_sampled) * num_tokens // num_sampled
         rows, most = TokenRows(index, start_token, self._rotary), max(basis.rank for basis in groups)
@@ -214,14 +213,14 @@ class SubspaceCodec:
             sums[encoders.groups] = encoders.shift_sums(signed)
         if isinstance(read, BlockReads) and not first_tokens:
             num_first = max(1, segment.num_first_tokens)
-            layers = [read.first_tokens(layer, num_first) for layer in range(self.bases.num_layers)]
+            layers = [read.first_tokens(layer, num_first).numbers for layer in range(self.bases.num_layers)]
             first_tokens = _first_tokens(layers, segment)
         raw = torch.cat(first_tokens).view(torch.uint8)
         worth, lost, coefficients, sums = views(found.cpu())
         worths, shifts, picked = worth.numpy(), step_shifts(worth).numpy(), index.numpy()
         if are_errors:
             # Every segment has as many first tokens, however few of the others are sampled.
-            worths[:, : max(0, self._num_first_tokens - start_token)] *= num_sampled / num_tokens
+            worths[:, : whole.num_first_tokens] *= num_sampled / num_tokens
         else:
             for group, costs in enumerate(self._costs):
                 costs.mark_sinks(picked, coefficients[group].numpy(), worths[group], shifts[group])
@@ -258,9 +257,7 @@ class SubspaceCodec:
         shape, layers = self.bases.shape, []
         for basis in self.bases.groups:
             normal = torch.randn(num_tokens, basis.rank, generator=generator).to(basis.mean.device)
-            # Of normal numbers with this mean magnitude.
-            deviations = basis.magnitudes * sqrt(pi / 2)
-            vectors = basis.mean + normal * deviations @ basis.decoder
+            vectors = basis.mean + normal * basis.deviations @ basis.decoder
             layers += split_vectors(vectors, shape, len(basis.layers))
         positions = torch.arange(num_tokens)
         return [

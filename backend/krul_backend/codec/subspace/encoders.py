@@ -29,7 +29,7 @@ MOST_VECTOR_BYTES = 64 << 20
 
 class GroupLayers(NamedTuple):
     """Layers of some groups of a segment: those of each group, or where a kernel makes the vectors their
-    ``blocks`` uint8 ``[layers, rows.num_bytes]``, with ``rows``."""
+    ``blocks [layers, rows.num_bytes]``, as numbers, with ``rows``."""
 
     layers: Sequence[Sequence[LayerKV]]
     blocks: torch.Tensor | None = None
@@ -105,8 +105,9 @@ class GroupEncoders:
         if isinstance(read, BlockReads) and can_fuse_groups(self.bases.shape, device):
             blocks = [[*read.blocks(layer)] for layers in groups for layer in layers]
             joined = device.upload_joined([piece for pieces in blocks for piece in pieces])
-            return GroupLayers((), joined.view(len(blocks), -1), read.rows)
-        return GroupLayers([[read(layer) for layer in layers] for layers in groups])
+            numbers = joined.view(read.rows.shape.dtype).to(self.bases.shape.dtype)
+            return GroupLayers((), numbers.view(len(blocks), -1), read.rows)
+        return GroupLayers([[read(layer).numbers for layer in layers] for layers in groups])
 
     def vectors(
         self, source: GroupLayers, rows: TokenRows, num_first: int

@@ -19,7 +19,7 @@ from krul_backend.codec.interface import (
     check_slots,
     in_batches,
 )
-from krul_backend.codec.layout import LayerShape
+from krul_backend.codec.layout import LayerShape, put_rows
 from krul_backend.codec.subspace.coded_tail import CodedTail, decode_tails
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
@@ -67,8 +67,8 @@ class GroupRestore:
         ``restore_layer``.
 
         Raises:
-            CodecError: buffers are not of the codec's shape and dtype, or a block is damaged. Damage that a
-                GPU finds is raised by ``check_written``.
+            CodecError: buffers are not of the codec's shape, and of its dtype or fp8, or a block is damaged.
+                Damage that a GPU finds is raised by ``check_written``.
         """
         for k_buffer, v_buffer in buffers:
             check_buffers(self.targets[0].tail.transform.shape, k_buffer, v_buffer)
@@ -78,10 +78,10 @@ class GroupRestore:
         slots = torch.cat([target.slots for target in self.targets])
         for rows, chunk in decode_tails([target.tail for target in self.targets]):
             for layer, (kv, (k_buffer, v_buffer)) in enumerate(zip(chunk, buffers, strict=True)):
-                for part in _wanted(self.targets, layer, rows):
+                for part in wanted_rows(self.targets, layer, rows):
                     of_chunk = slice(part.start - rows.start, part.stop - rows.start)
-                    k_buffer.index_copy_(0, slots[part], kv.k[of_chunk].to(k_buffer.dtype))
-                    v_buffer.index_copy_(0, slots[part], kv.v[of_chunk].to(v_buffer.dtype))
+                    put_rows(k_buffer, slots[part], kv.k[of_chunk])
+                    put_rows(v_buffer, slots[part], kv.v[of_chunk])
 
 
 def check_written(begun: Sequence[GroupRestore]) -> None:
@@ -136,7 +136,7 @@ def _decoded_num_bytes(target: GroupTarget) -> int:
     return tail.block.numel() + 4 * num_tokens * int(np.count_nonzero(tail.scales))
 
 
-def _wanted(targets: Sequence[GroupTarget], layer: int, rows: slice) -> list[slice]:
+def wanted_rows(targets: Sequence[GroupTarget], layer: int, rows: slice) -> list[slice]:
     """The runs of ``rows`` that are written in a layer of the group. Rows are tokens of one tail after the
     other."""
     runs: list[slice] = []

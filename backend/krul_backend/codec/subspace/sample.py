@@ -8,17 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import log2, pi
+from math import log2
 
 import numpy as np
 import torch
 
 from krul_backend.codec.coefficients.scales import BAND, Integers, Shifts, Values, num_bands
-from krul_backend.codec.subspace import quantizer
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases
 from krul_backend.codec.subspace.coded_tail import SegmentTokens
 from krul_backend.codec.subspace.parameters import LARGEST_STEP, SMALLEST_STEP
-from krul_backend.codec.subspace.quantizer import RoundedTokens, Sums, add_up_sample, token_steps
+from krul_backend.codec.subspace.quantizer import (
+    FINEST_SHIFT,
+    RoundedTokens,
+    Sums,
+    add_up_sample,
+    token_steps,
+)
 from krul_backend.machine_code import compiled
 
 LEAST_MAGNITUDE = 0.25
@@ -100,8 +105,7 @@ class ErrorCosts:
     @classmethod
     def of(cls, basis: GroupBasis) -> ErrorCosts:
         shift, zero = basis.shift_sums(basis.decoder), -basis.mean @ basis.encoder[:, :_SINK_COEFFICIENTS]
-        # Of the mean, and of normal numbers with this mean magnitude.
-        mean, around = zero.square().cumsum(0), basis.magnitudes[: len(zero)].square().cumsum(0) * (pi / 2)
+        mean, around = (x.square().cumsum(0) for x in (zero, basis.deviations[: len(zero)]))
         # Where the mean is small, other tokens may be as near to zero.
         reach = torch.where(mean > around, _SINK_NEARNESS * (mean + around), 0)
         parts = shift, zero, reach
@@ -119,7 +123,7 @@ class ErrorCosts:
         distances = np.square(coefficients[:, :num_known] - self.zero[:num_known]).sum(1)
         sinks = rows[(distances < self.reach[num_known - 1]) & (worth[rows] > 0)]
         worth[sinks] = np.maximum(worth[sinks], _SINK_WORTH)
-        shifts[sinks] = quantizer.FINEST_SHIFT
+        shifts[sinks] = FINEST_SHIFT
 
     def squared_total(self, restored: Sums, vector_sum: Values) -> float:
         """See ``GroupErrors``. ``restored [any]``: the sum of the first coefficients that come back.

@@ -17,11 +17,11 @@ import triton
 
 from krul_backend.codec.coefficients.scales import RECORD_TOKENS, CoderTables
 from krul_backend.codec.kernel_arguments import rotary_arguments, target_arguments
-from krul_backend.codec.layout import LayerShape
+from krul_backend.codec.layout import LayerShape, empty_kv, put_rows
 from krul_backend.codec.subspace.bases import vector_size
-from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform
+from krul_backend.codec.subspace.coded_tail import CodedTail, GroupTransform, tensors_of
 from krul_backend.codec.subspace.quantizer import SHRINK
-from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget
+from krul_backend.codec.subspace.restore import GroupRestore, GroupTarget, wanted_rows
 from krul_backend.codec.subspace.triton_group_kernels import decode_rans, restore_group_layer
 from krul_backend.device import Device
 
@@ -83,11 +83,21 @@ class TritonGroupRestore(GroupRestore):
         """Write each layer, once, since what was decoded is freed then."""
         on_device = self.on_device
         assert on_device is not None
+        slots = on_device.groups[self._number].slots
+        shape = self.targets[0].tail.transform.shape
         for layer, of_layer in enumerate(buffers):
-            if any(target.first_tokens[layer] < target.tail.end_token for target in self.targets):
-                with Device.of(of_layer[0]).as_current():
-                    grid, arguments = layer_launch(on_device, layer, of_layer, self._number)
-                    restore_group_layer[grid](**arguments)
+            if not any(target.first_tokens[layer] < target.tail.end_token for target in self.targets):
+                continue
+            with Device.of(of_layer[0]).as_current():
+                # Not every GPU's triton rounds to fp8.
+                is_fp8 = of_layer[0].dtype is not shape.dtype
+                written = tensors_of(empty_kv(shape, len(slots), slots.device)) if is_fp8 else of_layer
+                places = torch.arange(len(slots), device=slots.device) if is_fp8 else slots
+                grid, arguments = layer_launch(on_device, layer, written, places, self._number)
+                restore_group_layer[grid](**arguments)
+                for rows in wanted_rows(self.targets, layer, slice(0, len(slots))) if is_fp8 else ():
+                    for buffer, part in zip(of_layer, written, strict=True):
+                        put_rows(buffer, slots[rows], part[rows])
         self.on_device = None
 
 
@@ -176,9 +186,10 @@ def decode_launch(on_device: TailsOnDevice) -> tuple[tuple[int], dict[str, Any]]
 
 
 def layer_launch(
-    on_device: TailsOnDevice, layer: int, buffers: Buffers, number: int = 0
+    on_device: TailsOnDevice, layer: int, buffers: Buffers, slots: torch.Tensor, number: int = 0
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and arguments of ``restore_group_layer`` for layer number ``layer`` of group ``number``."""
+    """Grid and arguments of ``restore_group_layer`` for layer number ``layer`` of group ``number``, which is
+    written at ``slots`` of the buffers."""
     group = on_device.groups[number]
     transform = group.transform
     shape, mean = transform.shape, transform.basis.mean
@@ -191,8 +202,8 @@ def layer_launch(
         "vector_size": len(mean), "mean": mean,
         "k_at": k_at, "v_at": k_at + shape.num_kv_heads * shape.k_head_dim,
         "block": on_device.block,
-        **target_arguments(*buffers, group.slots),
-        **rotary_arguments(transform.rotary, group.slots.device),
+        **target_arguments(*buffers, slots),
+        **rotary_arguments(transform.rotary, slots.device),
         "num_heads": shape.num_kv_heads, "num_program_heads": num_program_heads,
         "k_dim": shape.k_head_dim, "v_dim": shape.v_head_dim, "padded_half": padded_half,
         "precision": "ieee" if shape.dtype is torch.float32 else "tf32x3",

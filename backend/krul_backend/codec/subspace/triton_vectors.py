@@ -104,18 +104,18 @@ def vectors_launch(
     shape: LayerShape, rotary: RotaryTable | None, mean: torch.Tensor, out: torch.Tensor,
     lowered: torch.Tensor,
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:  # fmt: skip
-    """Grid and arguments of ``put_group_vectors``; ``blocks`` uint8 ``[layers, rows.num_bytes]``."""
+    """Grid and arguments of ``put_group_vectors``; ``blocks [layers, numbers]``: see ``GroupLayers``."""
     k_size, v_size = shape.num_kv_heads * shape.k_head_dim, shape.num_kv_heads * shape.v_head_dim
     most = triton.next_power_of_2(max(k_size, v_size))
     arguments = {
-        "blocks": blocks.view(shape.dtype), "block_size": rows.num_bytes // shape.dtype.itemsize,
+        "blocks": blocks, "block_size": blocks.shape[1],
         "starts": rows.starts, "num_starts": rows.starts.shape[1],
         "index": index, "num_tokens": len(index), "num_first": num_first, "start_token": start_token,
         "mean": mean, "out": out, "lowered": lowered,
         **rotary_arguments(rotary, out.device),
         "num_layers": len(blocks) // len(mean), "k_size": k_size, "v_size": v_size,
         "k_dim": shape.k_head_dim, "v_dim": shape.v_head_dim,
-        "unit": rows.piece_bytes // shape.dtype.itemsize,
+        "unit": rows.piece_bytes // rows.shape.dtype.itemsize,
         "num_program_tokens": _PROGRAM_TOKENS, "num_program_numbers": min(_MOST_NUMBERS, most),
         "num_warps": 4,
     }  # fmt: skip
