@@ -166,8 +166,7 @@ def encode_case(
     rotary = rotary_table(case.rotary_dim, 32_768, case.is_neox) if case.rotary_dim > 0 else None
     layers = make_layers(bases, case.num_tokens, rotary, start_token=case.start_token)
     codec = SubspaceCodec(bases.to(device.torch_device), rotary, num_first_tokens=case.num_first_tokens)
-    dtype = case.shape.dtype
-    layers = [LayerKV(kv.k.to(dtype), kv.v.to(dtype)) for kv in layers]
+    layers = [LayerKV(kv.k.to(case.shape.dtype), kv.v.to(case.shape.dtype)) for kv in layers]
     of_pool = [LayerKV(kv.k.to(device.torch_device), kv.v.to(device.torch_device)) for kv in layers]
     encoded = codec.encode(
         of_pool.__getitem__,
