@@ -118,6 +118,7 @@ MODES = {
     "mtp-page-16-failing-loads": Mode(MTP, RANDOM, env=FAILING, fails=True),
     "mtp-page-16-two-ranks": Mode(MTP, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
 }
+OTHERS_SHOW = ("standalone-page-16-whole-loads", "standalone-page-16-two-ranks")
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,10 @@ def undrafted(models: dict[str, Path], kept: Played) -> Callable[[str], Played]:
     return play_plain
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.long] * (name in OTHERS_SHOW)) for name in MODES],
+)
 def restored(request: pytest.FixtureRequest, models: dict[str, Path]) -> Restored:
     mode = MODES[request.param]
     if mode.options is LOSSY:

@@ -358,7 +358,7 @@ TREES = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "4")
 DRAFTING: dict[str, Any] = {
     "NGRAM, delta rule": (FAMILIES["delta rule"], TREES),
     "NGRAM, Mamba-2": (FAMILIES["Mamba-2"], TREES),
-    "MTP, delta rule": (Family(build_mtp_model), MTP),
+    "MTP, delta rule": pytest.param(Family(build_mtp_model), MTP, marks=pytest.mark.long),
     "MTP, delta rule with buffer": (_with_buffer(build_mtp_model), MTP),
     "EAGLE, windows of 100": (replace(FAMILIES["windows of 100"], build=_with_eagle), EAGLE),
     "NGRAM, windows of 700": pytest.param(FAMILIES["windows of 700"], CHAINS, marks=pytest.mark.long),

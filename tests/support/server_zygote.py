@@ -24,14 +24,19 @@ import socket
 import subprocess
 import sys
 import traceback
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.plugins import hook_registry
+from torch._dynamo.utils import dump_compile_times
 
 from demo import supervisor
+from krul_backend.tiers.common import range_hashes
 
 MAX_REQUEST_BYTES = 1 << 17
 
@@ -54,6 +59,7 @@ def main(path: str) -> None:
     for module in _WHAT_SERVERS_IMPORT:
         importlib.import_module(module)
     _end_soon()
+    _do_once()
     gc.freeze()
     gc.enable()
     multiprocessing.set_start_method("fork")
@@ -85,6 +91,43 @@ def _end_soon() -> None:
         await end(manager)
 
     TokenizerManager.sigterm_watchdog = watch
+
+
+def _do_once() -> None:
+    """Do here what takes each server half of the time that it needs to start and to end."""
+    range_hashes.compile_hashes()
+    range_hashes.compile_hashes = lambda: None
+    atexit.unregister(dump_compile_times)
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        # Of libraries, whose operators end with the process.
+        each.atexit = False
+    hook_registry._propagate_patch = _NamedObjects().replace
+
+
+class _NamedObjects:
+    """Knows by which names modules have their objects. SGLang looks through all of them for each hook."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, ModuleType] = {}
+        self._places: dict[int, list[tuple[ModuleType, str]]] = defaultdict(list)
+        self._find_new()
+
+    def replace(self, original: object, other: object, source_module: object) -> int:
+        """Do what ``_propagate_patch`` does, which see."""
+        self._find_new()
+        num_replaced = 0
+        for module, name in self._places.pop(id(original), ()):
+            if module is not source_module and vars(module).get(name) is original:
+                setattr(module, name, other)
+                num_replaced += 1
+        return num_replaced
+
+    def _find_new(self) -> None:
+        for path, module in list(sys.modules.items()):
+            if self._modules.get(path) is not module and isinstance(module, ModuleType):
+                self._modules[path] = module
+                for name, value in list(vars(module).items()):
+                    self._places[id(value)].append((module, name))
 
 
 def _supervise(connection: socket.socket) -> int:
