@@ -79,12 +79,12 @@ class DeviceShare:
             return cls(loading=loading, storing=storing, heads=heads)
         query_rows = config.query_memory_bytes(device.memory_bytes)
         # What is made of a block, and of one layer the keys of the whole conversation.
-        statistics = 2 * DEVICE_BLOCK_BYTES + context_tokens * shape.k_token_bytes + _SMALL_BYTES
+        statistics = 2 * DEVICE_BLOCK_BYTES + context_tokens * shape.of_numbers.k_token_bytes + _SMALL_BYTES
         if config.strategy != SUBSPACE:
             return cls(query_rows, 0, statistics, loading, storing, heads)
         layers = LearningPlan().most_layers(num_layers, vector_size(shape))
-        group = layers * MAX_LAYER_BYTES
-        # All tokens of a group as the pool holds them, and 1,024 of them in fp32.
+        group = layers * MAX_LAYER_BYTES * (shape.of_numbers.dtype.itemsize // shape.dtype.itemsize)
+        # All tokens of a group as numbers, and 1,024 of them in fp32.
         loading += group + 4096 * layers * vector_size(shape)
         # Or as vectors in fp32 and in bf16 with their blocks, and coefficients that the host waits for.
         storing = heads + group + MOST_VECTOR_BYTES * 5 // 2 + MOST_AWAITED_BYTES

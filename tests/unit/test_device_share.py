@@ -29,8 +29,10 @@ NUM_TOKENS = 1000
 GPU: Any = SimpleNamespace(shares_cores=False, memory_bytes=80 << 30)
 
 
-def share_of(strategy: str, shape: Shape = WIDE, device: Any = GPU) -> DeviceShare:
-    of_layer = LayerShape(shape.num_kv_heads, shape.head_dim, shape.head_dim, torch.bfloat16)
+def share_of(
+    strategy: str, shape: Shape = WIDE, device: Any = GPU, dtype: Any = torch.bfloat16
+) -> DeviceShare:
+    of_layer = LayerShape(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype)
     return DeviceShare.of(KrulConfig(strategy=strategy), of_layer, shape.num_layers, NUM_TOKENS, device)
 
 
@@ -59,6 +61,7 @@ def test_what_a_strategy_does_not_need_is_left_to_the_pool() -> None:
     assert none.query_rows == none.bases == none.statistics == 0 < none.loading
     assert pairs.bases == 0 < pairs.query_rows == subspace.query_rows
     assert pairs.query_rows == KrulConfig().query_memory_bytes(GPU.memory_bytes)
+    assert share_of("subspace", dtype=torch.float8_e5m2).loading > subspace.loading
     assert subspace.loading > pairs.loading == none.loading
     assert share_of("subspace", device=Device(torch.device("cpu"))).total_bytes == 0
 
