@@ -24,6 +24,7 @@ from tests.support.scenario import (
     assert_aborts_leave_nothing,
     assert_same,
     bases_server_args,
+    push_out,
     random_prompt,
     request_payload,
     small_krul_server_args,
@@ -91,8 +92,8 @@ def play(server: ServerProcess, *, has_ranks: bool) -> Played:
         return answer
 
     def evict(rank: int, seed: object) -> None:
-        for i in range(POOL_TOKENS // 600 + 1) if has_ranks else ():
-            ask_rank(rank, random_prompt(("noise", seed, i), 600), 2)
+        if has_ranks:
+            push_out(server, num_tokens=POOL_TOKENS, seed=seed, routed_dp_rank=rank)
 
     turns: list[Answer] = []
     history = random_prompt("conversation", 611)

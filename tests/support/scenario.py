@@ -118,14 +118,15 @@ def assert_same(
         assert found.logprobs == pytest.approx(wanted.logprobs, abs=within)
 
 
-def push_out(server: ServerProcess, *, num_tokens: int, seed: object) -> None:
-    """Fill the device pool with other prompts, so that everything idle is stored and evicted from it."""
+def push_out(server: ServerProcess, *, num_tokens: int, seed: object, **fields: Any) -> None:
+    """Fill the device pool with other prompts, so that everything idle is stored and evicted from it.
+    ``fields`` are of their requests."""
     length = 600
     for i in range(num_tokens // length + 1):
         # Else the scheduler waits for what is being stored only as long as it is worth with a tiny model.
         if i % 3 == 0:
             wait_for_saves(server)
-        ask(server, random_prompt(("noise", seed, i), length), max_new_tokens=2)
+        ask(server, random_prompt(("noise", seed, i), length), max_new_tokens=2, **fields)
     wait_for_saves(server)
 
 
