@@ -100,9 +100,7 @@ def test_an_adapter_of_the_same_name_and_other_weights_finds_nothing(
 ) -> None:
     """Also at the same path, and in the same store; the same weights find it."""
     path = tmp_path / "ada"
-    # On a busy machine the default planner may find that computing is sooner than this disk.
     options = {"ssd_dir": str(tmp_path / "ssd"), "ssd_capacity": "1GiB", "ssd_timeout": 10.0}
-    options["planner"] = "full-load"
     found = {}
     for seed in (1, 2, 1):
         with serving(tiny_models["float32"], {"ada": build_adapter(path, seed=seed)}, options) as server:

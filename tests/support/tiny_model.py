@@ -8,6 +8,8 @@ text.
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,6 +159,14 @@ def build_adapter(path: Path, *, seed: int, num_layers: int = 4, hidden_size: in
         "bias": "none",
     }
     (path / "adapter_config.json").write_text(json.dumps(config))
+    return aged(path)
+
+
+def aged(path: Path) -> Path:
+    """Date a checkpoint's files back: a server that starts in the same second takes them for files that were
+    written while it started, and does not know its weights."""
+    for file in path.iterdir():
+        os.utime(file, (time.time() - 5,) * 2)
     return path
 
 

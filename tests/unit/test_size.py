@@ -29,8 +29,8 @@ LIMITS = {
     ),
     "demo": (("demo",), 1_910),
     "benchmarks": (("benchmarks",), 10_745),
-    "tests": (("tests",), 67_360),
-    "tests/support": (("tests/support",), 6_545),
+    "tests": (("tests",), 67_375),
+    "tests/support": (("tests/support",), 6_555),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 
