@@ -246,10 +246,9 @@ def kernel_bandwidth(setting: Setting) -> list[dict[str, Any]]:
         )
         slots = torch.randperm(num_tokens).to(setting.device)
         layer = 1 if is_pair else 0
+        target = PoolRows(k_buffer, v_buffer, slots)
         seconds = _seconds(
-            setting.on_device,
-            restore_layer,
-            *(decoder, layer, blocks, 0, num_tokens, k_buffer, v_buffer, slots),
+            setting.on_device, restore_layer, decoder, layer, blocks, range(num_tokens), target
         )
         decoded = decoder.decode(layer, blocks, 0, num_tokens)
         torch.testing.assert_close(k_buffer[slots], decoded.k)
