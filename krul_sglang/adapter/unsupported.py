@@ -238,7 +238,7 @@ UNSEEN_INDEX = Refusal(
     "krul can copy its pool, but was never tried on a server: the kernels need a GPU",
 )
 LATENT_STRATEGY = Refusal(
-    'latent KV (MLA) and a strategy that looks at attention, other than "subspace" with DeepSeek-V2 and V3',
+    'latent KV (MLA) and a strategy that looks at attention, but "subspace" with DeepSeek-V2, V3 without fp8',
     'its attention is not recorded, and bases are learned of these models alone: leave strategy = "none"',
 )
 MEDIA_STRATEGY = Refusal(
