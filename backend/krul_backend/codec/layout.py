@@ -75,7 +75,7 @@ class LayerShape:
 
     @property
     def of_numbers(self) -> LayerShape:
-        """That of ``LayerKV.numbers``."""
+        """Return the shape of the same KV as numbers: see ``LayerKV.numbers``."""
         return replace(self, dtype=number_type(self.dtype))
 
 
@@ -91,7 +91,7 @@ class LayerKV:
 
     @property
     def numbers(self) -> LayerKV:
-        """The numbers of fp8 elements in bf16; any others as they are."""
+        """Return fp8 elements as numbers in bf16, and any others as they are."""
         return LayerKV(*(x.to(number_type(x.dtype)) for x in (self.k, self.v)))
 
 

@@ -73,7 +73,7 @@ class DevicePool:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether elements of any layer are to be multiplied by scales other than 1."""
+        """Tell whether a layer has scales other than 1, which multiply its elements."""
         return any(self._scales(layer) != (1.0, 1.0) for layer in range(self.num_layers))
 
     @property
@@ -98,7 +98,7 @@ class DevicePool:
         return self._k_buffer[layer], self._v_buffer[layer]
 
     def attended(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads of one layer."""
+        """Return the keys and values that attention reads of one layer."""
         return self._attended[layer]
 
     def elements(self, layer: int, slots: torch.Tensor, dtype: torch.dtype) -> LayerKV:
