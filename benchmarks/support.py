@@ -59,7 +59,8 @@ SERVED = (
     Served("Llama (random weights, and the bundled model)", "tests/integration/test_bundled_model.py"),
     Served("Qwen3-MoE (random weights)", "tests/integration/test_restoring.py"),
     Served(
-        "latent KV (MLA): DeepSeek-V2, DeepSeek-V3, also in bases; MiniCPM3, by whole loads (random weights)",
+        "latent KV (MLA): DeepSeek-V2, DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash (with DeepSeek-V3's layers), "
+        "also in bases; MiniCPM3, by whole loads (random weights)",
         "tests/integration/test_latent_serving.py",
     ),
     Served("adapters (--lora-paths), by whole loads", "tests/integration/test_adapters.py"),
@@ -69,7 +70,8 @@ SERVED = (
     ),
     Served(
         "sliding windows: Mellum, whose windows have a pool of their own (random weights), by whole loads up "
-        "to the ends of turns and of prompts; with --speculative-algorithm NGRAM, STANDALONE, EAGLE",
+        "to the ends of turns and of prompts; with --speculative-algorithm NGRAM, STANDALONE, EAGLE; KV of "
+        "its other layers also in bases, without probes",
         "tests/integration/test_hybrid_serving.py",
     ),
     Served(
@@ -139,7 +141,8 @@ UNTESTED = (
         "the proof of recomputed heads at every start; without it whole prefixes are loaded",
     ),
     Untested(
-        "other models with a pool of sliding windows: gpt-oss, Gemma-4, MiMo, Step; such a pool and EAGLE3",
+        "other models with a pool of sliding windows: gpt-oss, also in bases; Gemma-4, MiMo, Step; such a "
+        "pool and EAGLE3",
         "krul copies rows of SGLang's two pools, whatever the layers compute from them",
     ),
     Untested(
@@ -148,9 +151,7 @@ UNTESTED = (
         "--speculative-eagle-topk over 1",
         "boundaries are where SGLang's tree has states; the bytes of a state against those of KV",
     ),
-    Untested(
-        "MoE: --ep-size, --moe-a2a-backend, --enable-eplb, --moe-dp-size, --dwdp-size", "the same proof"
-    ),
+    Untested("MoE: --ep-size, --moe-a2a-backend, --enable-eplb, --moe-dp-size, --dwdp-size", "the proof"),
     Untested("videos, and other models that see or hear", "SGLang names them in the token ids like images"),
     Untested("adapters that are loaded while the server runs", "each has an id that nothing else has"),
     Untested("--enable-two-batch-overlap, --enable-single-batch-overlap", "heads run as one batch"),
@@ -159,9 +160,7 @@ UNTESTED = (
         "--speculative-eagle-topk over 1 with larger pages",
         "a draft's pool must be one that krul knows, too",
     ),
-    Untested(
-        "--enable-dp-attention with --speculative-algorithm EAGLE3", "draft KV comes before the batch, too"
-    ),
+    Untested("--enable-dp-attention with EAGLE3", "draft KV comes before the batch, too"),
     Untested(
         "--disaggregation-mode prefill with other ways to send, --tp-size, speculation, latent KV or states",
         "what is sent is read from the pool after the forward that waited for its loads",

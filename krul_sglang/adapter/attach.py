@@ -20,6 +20,7 @@ from krul_backend.tiers.common.interface import DRAM_TIER
 from krul_sglang.adapter.cost_calibration import CostCalibration, units_in_use
 from krul_sglang.adapter.head_attention import NoHeadsError
 from krul_sglang.adapter.head_recompute import HeadRecompute
+from krul_sglang.adapter.kv_pool import open_model_pool
 from krul_sglang.adapter.rank_engine import MeasuredRank, RankSetup
 from krul_sglang.adapter.start_proof import prove_heads
 from krul_sglang.adapter.state_pool import has_states
@@ -54,8 +55,8 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture |
 
     Raises:
         ConfigError: see ``CapturePlan.fit``.
-        UnsupportedSetupError: the model has latent KV, or recurrent layers, that there are no bases for, or a
-            pool of windows, or takes images or sounds.
+        UnsupportedSetupError: the model has latent KV, or layers without KV in the pool of all tokens, that
+            there are no bases for, or takes images or sounds.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -70,10 +71,15 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture |
         raise LATENT_STRATEGY.error(f'strategy = "{config.strategy}"')
     if takes_media(model_runner.model_config):
         raise MEDIA_STRATEGY.error(f'strategy = "{config.strategy}"')
-    if has_states(model_runner) and not (config.strategy == SUBSPACE and kind in HYBRID_MODELS):
+    if has_states(model_runner) != (config.strategy == SUBSPACE and kind in HYBRID_MODELS):
         raise STATE_STRATEGY.error(f'strategy = "{config.strategy}"')
+    layer_ids = open_model_pool(model_runner).layer_ids
     modules = sorted(
-        (module for module in model_runner.model.modules() if isinstance(module, RadixAttention)),
+        (
+            module
+            for module in model_runner.model.modules()
+            if isinstance(module, RadixAttention) and module.layer_id in layer_ids
+        ),
         key=lambda module: module.layer_id,
     )
     first = modules[0]

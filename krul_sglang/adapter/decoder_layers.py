@@ -22,8 +22,9 @@ def _run_latent(layer: Any, positions: torch.Tensor, hidden: Any, batch: Any) ->
 
     scratch = BumpAllocator(_SCRATCH_SIZE, torch.float32, positions.device)
     with get_attn_tp_context().maybe_input_scattered(batch):
-        hidden, _ = layer(positions, hidden, batch, scratch)
-    return hidden
+        left = layer(positions, hidden, batch, scratch)
+    # Those of some models also return what an index has chosen.
+    return left[0] if type(left) is tuple else left
 
 
 _SCRATCH_SIZE = 2

@@ -171,7 +171,7 @@ def build_cache(ctx: Any) -> Any:
         is_lossless=config.is_lossless,
     )
     states = open_states(runner, model, resolved, agreement)
-    rotary = read_rotary_table(runner.model)
+    rotary = read_rotary_table(runner.model, pool.layer_ids)
     file: BasesFile | None = None
     if config.strategy == SUBSPACE:
         store = connection.store

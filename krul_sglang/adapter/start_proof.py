@@ -232,19 +232,24 @@ def _is_within_one_ulp(
     return (actual - expected).abs().amax(-1) <= unit
 
 
-def read_rotary_table(model: Any) -> RotaryTable | None:
-    """The table of cosines and sines with which ``model`` rotates its keys; None if it cannot be undone.
+def read_rotary_table(model: Any, layer_ids: Sequence[int]) -> RotaryTable | None:
+    """The table of cosines and sines with which ``model`` rotates the keys of these layers; None if it cannot
+    be undone.
 
     The table is tried first: it must turn back vectors that the model's own module has rotated in float32.
     None also for a model without rotary embedding, with more than one table, or with positions that are
     not token indices (multimodal rotary embeddings).
     """
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
 
     modules = {
-        id(module): module
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "rotary_emb"
+        id(owner.rotary_emb): owner.rotary_emb
+        for owner in model.modules()
+        if isinstance(getattr(owner, "rotary_emb", None), torch.nn.Module)
+        and all(
+            child.layer_id in layer_ids for child in owner.children() if isinstance(child, RadixAttention)
+        )
     }
     if len(modules) != 1:
         if modules:

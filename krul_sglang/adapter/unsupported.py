@@ -238,7 +238,8 @@ UNSEEN_INDEX = Refusal(
     "krul can copy its pool, but was never tried on a server: the kernels need a GPU",
 )
 LATENT_STRATEGY = Refusal(
-    'latent KV (MLA) and a strategy that looks at attention, but "subspace" with DeepSeek-V2, V3 without fp8',
+    "latent KV (MLA) and a strategy that looks at attention, but "
+    '"subspace" with DeepSeek-V2, V3, Kimi-K2 and GLM-4.7-Flash without fp8',
     'its attention is not recorded, and bases are learned of these models alone: leave strategy = "none"',
 )
 MEDIA_STRATEGY = Refusal(
@@ -247,7 +248,7 @@ MEDIA_STRATEGY = Refusal(
 )
 STATE_STRATEGY = Refusal(
     "a Mamba or hybrid model and a strategy that looks at attention, other than "
-    '"subspace" with LFM2, Qwen3-Next and Nemotron-H',
+    '"subspace" with LFM2, Qwen3-Next, Nemotron-H, Mellum and gpt-oss (without --disable-hybrid-swa-memory)',
     "layers without attention, or with windows in a pool of their own, are not seen by it, and bases are "
     'learned of these models alone: leave strategy = "none"',
 )

@@ -366,12 +366,14 @@ def learn(
     download_dir: Annotated[
         str | None, typer.Option(help="Of a hub name, as the server's --download-dir.")
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code of the model's tokenizer.")
+    ] = False,
 ) -> None:
     """Learn the bases that a model's KV is compressed in, from some text.
 
     The first server of a model with `strategy=subspace` does it by itself, on the CPU and without --text. On
-    a CPU the model computes in float32: that takes about three times the size of a checkpoint of 16 bits in
-    memory, and some more for the bases.
+    a CPU the model computes in float32, one layer at a time.
     """
     from krul_sglang.config import KrulConfig
     from krul_sglang.learning.command import learn_to_files
@@ -383,7 +385,7 @@ def learn(
     path = find_model(model_path, tell, option="--model-path")
     cache_dir = Path(KrulConfig.load(None).cache_dir).expanduser()
     for line in learn_to_files(
-        Checkpoint(path, revision, download_dir),
+        Checkpoint(path, revision, download_dir, trust_remote_code),
         out,
         texts=text or (),
         num_pieces=pieces,

@@ -12,7 +12,14 @@ from typing import Any
 import orjson
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    DeepseekV3Config,
+    GenerationConfig,
+    PretrainedConfig,
+)
 from transformers.utils.logging import disable_progress_bar
 
 import krul_sglang
@@ -26,7 +33,14 @@ from krul_sglang.learning.bases import (
     learning_num_bytes,
     stored_num_bytes,
 )
-from krul_sglang.learning.reader import TextReader, attention_layers, kv_shape, norm_name, states_bytes
+from krul_sglang.learning.reader import (
+    TextReader,
+    kv_shape,
+    layers_with_kv,
+    norm_name,
+    pool_layers,
+    states_bytes,
+)
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 
 _ASSETS = Path(krul_sglang.__file__).parent / "assets"
@@ -211,22 +225,31 @@ def relearn_bases(
             replace_bases(path, bases)
 
 
+_LAYER_BYTES = {16: 3, 8: 10, 4: 13}
+"""The memory that a layer takes while it is read, for each byte of it in files of so many bits per weight, at
+most. Experts, which are put together, take most."""
+
+
 def memory_of_learning(checkpoint: Checkpoint, tp_size: int) -> int:
     """About the bytes that learning the bases of a checkpoint takes on a CPU.
 
     Raises:
         LearningError: heads that ``tp_size`` ranks cannot share.
     """
-    config = AutoConfig.from_pretrained(checkpoint.path, revision=checkpoint.revision)
-    plan, num_layers, shape = LearningPlan(), len(attention_layers(config)), kv_shape(config)
-    # In float32: both ends of the model, one layer as it comes from files of 16 bits, and predictions.
+    config = _config_of(checkpoint)
+    plan, num_layers, shape = LearningPlan(), len(pool_layers(config)), kv_shape(config)
+    # In float32: both ends of the model, one layer as it comes from files, and predictions.
     ends = 2 * 4 * config.vocab_size * config.hidden_size
-    layer = 3 * checkpoint.num_weight_bytes() // config.num_hidden_layers
+    quantization = getattr(config, "quantization_config", None)
+    file_bits = 16 if quantization is None else 8 if quantization["quant_method"] == "fp8" else 4
+    layer = _LAYER_BYTES[file_bits] * checkpoint.num_weight_bytes() // config.num_hidden_layers
     num_predicted = plan.text_tokens - plan.read_tokens
     predictions = 4 * 8 * num_predicted * config.vocab_size
     token_bytes = plan.read_tokens * vector_size(shape) * shape.dtype.itemsize
     hidden = num_predicted * 4 * config.hidden_size
-    of_text = num_layers * token_bytes + config.num_hidden_layers * hidden + states_bytes(config)
+    of_text = (
+        len(layers_with_kv(config)) * token_bytes + config.num_hidden_layers * hidden + states_bytes(config)
+    )
     return int(ends + layer + predictions + NUM_PIECES * of_text) + learning_num_bytes(
         shape, num_layers, tp_size
     )
@@ -238,27 +261,43 @@ def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
     # One for each layer would say nothing.
     disable_progress_bar()
     # As SGLang does: only weights are in the download directory, so nothing else is looked for there.
-    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.path, revision=checkpoint.revision)
-    config = AutoConfig.from_pretrained(checkpoint.path, revision=checkpoint.revision)
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        checkpoint.path, revision=checkpoint.revision, trust_remote_code=checkpoint.trust_remote_code
+    )
+    config = _config_of(checkpoint)
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        # Gradients need plain matrices. MXFP4, fp8 and compressed-tensors know this.
+        quantization["dequantize"] = True
     # Few CPUs compute fast in the 16-bit types that checkpoints have.
     dtype = torch.float32 if Device.named(device).shares_cores else "auto"
 
-    def part(layer: int | None) -> Any:
-        read: Any = _part_of_model(config, layer).from_pretrained(
+    def read_part(layer: int | None) -> Any:
+        part = _part_of_model(config, layer)
+        read: Any
+        read, found = part.from_pretrained(
             checkpoint.path,
             config=config,
             generation_config=GenerationConfig(),
             revision=checkpoint.revision,
             cache_dir=checkpoint.download_dir,
             dtype=dtype,
-            attn_implementation="sdpa",
+            # Attention with sinks has no faster one.
+            attn_implementation="sdpa" if part._supports_sdpa else "eager",
+            output_loading_info=True,
         )
-        return read.to(device).train(False).requires_grad_(False)
+        if found["missing_keys"]:
+            # They would be random.
+            raise LearningError(f"{checkpoint.path} has no weights {min(found['missing_keys'])}, and others")
+        for module in read.modules():
+            # Layers of compressed-tensors would round what they are given.
+            module.quantization_enabled = False
+        # Experts of MXFP4 come in 16 bits.
+        return read.to(device, None if dtype == "auto" else dtype).train(False).requires_grad_(False)
 
-    ends = part(None)
+    ends = read_part(None)
 
     def load_layer(layer: int) -> Any:
-        module = part(layer).model.layers[layer]
+        module = read_part(layer).model.layers[layer]
         for each in module.modules():
             if hasattr(each, "config"):
                 # There attention is observed.
@@ -266,6 +305,15 @@ def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
         return module
 
     return tokenizer, TextReader(ends, load_layer=load_layer)
+
+
+def _config_of(checkpoint: Checkpoint) -> Any:
+    """The model's Hugging Face configuration."""
+    given, _ = PretrainedConfig.get_config_dict(checkpoint.path, revision=checkpoint.revision)
+    if given.get("model_type") == "kimi_k2":
+        # A DeepSeek-V3 under another name.
+        return DeepseekV3Config.from_dict({**given, "model_type": "deepseek_v3"})
+    return AutoConfig.from_pretrained(checkpoint.path, revision=checkpoint.revision)
 
 
 def _part_of_model(config: Any, layer: int | None) -> Any:

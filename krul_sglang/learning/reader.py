@@ -29,11 +29,12 @@ logger = logging.getLogger(__name__)
 POOL_DTYPE = torch.bfloat16
 """What a server's KV pool holds; the model itself may compute in another dtype."""
 
-LATENT_MODELS = ("deepseek_v2", "deepseek_v3")
+LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """The models with latent KV (MLA) that are read, by their configuration's ``model_type``."""
 
-HYBRID_MODELS = ("lfm2", "qwen3_next", "nemotron_h")
-"""The models with recurrent layers beside attention that are read, likewise."""
+HYBRID_MODELS = ("lfm2", "qwen3_next", "nemotron_h", "gpt_oss", "mellum")
+"""The models that are read, likewise, of which servers keep in their pool of all tokens the KV of layers with
+full attention alone. The others are recurrent, or have windows."""
 
 BARE_MODELS = ("nemotron_h",)
 """Those of them whose keys have no rotary embedding."""
@@ -109,8 +110,8 @@ class TextReader:
     ``HYBRID_MODELS``, whose parameters need no gradients.
 
     It goes through the model layer by layer, each time with all texts, so that one layer at a time needs to
-    be there. The ``num_layers`` with KV are numbered as in a pool; ``layer_ids`` are their numbers in the
-    model. What the others hand on, their states, is always the truth, as it is stored.
+    be there. The ``num_layers`` that bases are learned of are numbered as in a pool; ``layer_ids`` are their
+    numbers in the model. What the others hand on, states or windows, is always the truth, as it is stored.
 
     ``load_layer``: gives a layer's module on the model's device, of a model that is here without
     its layers; None if it has them. Between layers hidden states lie on the host.
@@ -126,7 +127,8 @@ class TextReader:
         self._load_layer = model.model.layers.__getitem__ if load_layer is None else load_layer
         config = model.config
         self._num_model_layers: int = config.num_hidden_layers
-        self.layer_ids = attention_layers(config)
+        self._with_kv = layers_with_kv(config)
+        self.layer_ids = pool_layers(config)
         self.num_layers = len(self.layer_ids)
         self.shape = kv_shape(config)
         self.is_latent = is_latent(config)
@@ -155,7 +157,7 @@ class TextReader:
         before: list[list[Any]] = [[] for _ in texts]
         attention: list[list[torch.Tensor]] = [[] for _ in texts]
         for layer in range(self._num_model_layers):
-            read_layer = self._read_layer if layer in self.layer_ids else self._read_states
+            read_layer = self._read_layer if layer in self._with_kv else self._read_states
             with self._only(layer):
                 for number, (_, after) in enumerate(texts):
                     hidden[number], found, drawn = read_layer(hidden[number])
@@ -165,7 +167,10 @@ class TextReader:
                         inputs[number].append(self._after(found, inputs[number][-1]).cpu())
             logger.info("read layer %d of %d", layer + 1, self._num_model_layers)
         histories = [
-            History([of_text[layer] for layer in self.layer_ids], torch.cat(drawn))
+            History(
+                [of_text[layer] for layer in self.layer_ids],
+                torch.cat([drawn[layer] for layer in self.layer_ids]),
+            )
             for of_text, drawn in zip(before, attention, strict=True)
         ]
         return [
@@ -210,13 +215,15 @@ class TextReader:
             with self._only(layer):
                 for number, text in enumerate(texts):
                     before, entering = text.before[layer], self._leaf(text.inputs[layer])
-                    if not isinstance(before, States):
-                        before = LayerKV(self._leaf(before.k.float()), self._leaf(before.v.float()))
+                    leaves: LayerKV | None = None
+                    if layer in self.layer_ids:
+                        kv = text.history.layers[self.layer_ids.index(layer)]
+                        before = leaves = LayerKV(self._leaf(kv.k.float()), self._leaf(kv.v.float()))
                     left, gradient = self._after(before, entering), gradients[number]
                     torch.autograd.backward(left, gradient.to(left.device))
                     gradients[number] = _gradient(entering).cpu()
-                    if not isinstance(before, States):
-                        found.append(self._weighed(text.history, self.layer_ids.index(layer), before))
+                    if leaves is not None:
+                        found.append(self._weighed(text.history, self.layer_ids.index(layer), leaves))
             logger.info("weighed errors in layer %d of %d", layer + 1, self._num_model_layers)
             if found:
                 yield found
@@ -238,8 +245,8 @@ class TextReader:
         for layer in range(self._num_model_layers):
             befores = []
             for text, replaced in texts:
-                own = text.before[layer]
-                befores += [own, own if isinstance(own, States) else replaced(self.layer_ids.index(layer))]
+                own, is_replaced = text.before[layer], layer in self.layer_ids
+                befores += [own, replaced(self.layer_ids.index(layer)) if is_replaced else own]
             with self._only(layer):
                 hidden = [
                     self._after(before, entering).cpu()
@@ -346,17 +353,28 @@ def norm_name(base: Any) -> str:
     return next(name for name in ("norm", "embedding_norm", "norm_f") if hasattr(base, name))
 
 
-def attention_layers(config: Any) -> Sequence[int]:
-    """The layers that have KV, by their number in the model, for a Hugging Face configuration.
+def layers_with_kv(config: Any) -> Sequence[int]:
+    """The layers with KV, of all tokens or of a window, by their number in the model, for a Hugging Face
+    configuration."""
+    kinds = ("full_attention", "sliding_attention")
+    return [layer for layer, kind in enumerate(_layer_types(config)) if kind in kinds]
 
-    Raises CodecError for models of which others have states, but ``HYBRID_MODELS``.
+
+def pool_layers(config: Any) -> Sequence[int]:
+    """Those of them whose KV servers keep in their pool of all tokens.
+
+    Raises CodecError for models of which other layers have states, but ``HYBRID_MODELS``.
     """
-    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    found = [layer for layer, kind in enumerate(types) if kind in ("full_attention", "sliding_attention")]
-    if len(found) < len(types) and config.model_type not in HYBRID_MODELS:
+    found, is_hybrid = layers_with_kv(config), config.model_type in HYBRID_MODELS
+    if len(found) < config.num_hidden_layers and not is_hybrid:
         names = " and ".join(HYBRID_MODELS)
         raise CodecError(f"of hybrid models there are bases for {names}, not for {config.model_type}")
-    return found
+    types = _layer_types(config)
+    return [layer for layer in found if types[layer] == "full_attention" or not is_hybrid]
+
+
+def _layer_types(config: Any) -> Sequence[str]:
+    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
 
 
 def states_bytes(config: Any) -> int:
@@ -391,12 +409,19 @@ def kv_shape(config: Any) -> LayerShape:
 
 
 def rotary_table(model: Any, max_positions: int) -> RotaryTable:
-    """Return the rotary table of a Hugging Face model, on its device."""
-    embedding = model.model.rotary_emb
-    positions = torch.arange(max_positions, device=embedding.inv_freq.device)
-    angles = positions[:, None].float() * embedding.inv_freq[None, :].float()
-    scale = float(embedding.attention_scaling)
-    is_neox = not is_latent(model.config) or not _pairs_neighbours(model.config)
+    """Return the rotary table of a Hugging Face model's layers in the pool of all tokens, on its device.
+
+    Raises CodecError if these have more than one.
+    """
+    embedding, config = model.model.rotary_emb, model.config
+    of_kind = "full_attention_" if hasattr(embedding, "full_attention_inv_freq") else ""
+    frequencies: torch.Tensor = getattr(embedding, f"{of_kind}inv_freq")
+    positions = torch.arange(max_positions, device=frequencies.device)
+    angles = positions[:, None].float() * frequencies[None, :].float()
+    scale = float(getattr(embedding, f"{of_kind}attention_scaling"))
+    if of_kind and config.model_type not in HYBRID_MODELS:
+        raise CodecError(f"layers with windows of {config.model_type} have a rotary embedding of their own")
+    is_neox = not is_latent(config) or not _pairs_neighbours(config)
     return RotaryTable(angles.cos() * scale, angles.sin() * scale, is_neox=is_neox)
 
 
@@ -418,7 +443,7 @@ def _from_cache(config: Any, keys: torch.Tensor, values: torch.Tensor) -> LayerK
 
 def _has_halves(config: Any) -> bool:
     """Whether a cache has the first channels of all pairs, then the second ones, where a pool has pairs."""
-    return config.model_type == "deepseek_v3" and _pairs_neighbours(config)
+    return config.model_type != "deepseek_v2" and _pairs_neighbours(config)
 
 
 def dynamic_cache(model: Any, layers: Sequence[LayerKV]) -> Any:

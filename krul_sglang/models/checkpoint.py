@@ -48,12 +48,14 @@ class UnknownWeightsError(Exception):
 class Checkpoint:
     """The model that a server is started with: a local folder, or a hub name.
 
-    ``revision`` and ``download_dir`` are the server's arguments of these names, for a hub name.
+    ``revision`` and ``download_dir`` are the server's arguments of these names, for a hub name;
+    ``trust_remote_code`` lets code that comes with the model make its tokenizer.
     """
 
     path: str
     revision: str | None = None
     download_dir: str | None = None
+    trust_remote_code: bool = False
 
     def weights_digest(self, cache_dir: Path, loaded_s: float | None = None) -> str:
         """A text that identifies the weights: the commit of a hub name, a hash of the files of a folder.

@@ -174,6 +174,10 @@ LATENT_RANK, LATENT_ROTARY = 64, 32
 """Channels of a token's latent KV, and of its key with rotary embedding, in ``build_latent_model``."""
 
 
+LATENT_KINDS = {"glm4_moe_lite": "Glm4MoeLiteForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
+"""Models with DeepSeek-V3's layers, and their classes."""
+
+
 def build_latent_model(
     path: Path,
     *,
@@ -181,9 +185,11 @@ def build_latent_model(
     q_lora_rank: int | None = None,
     num_experts: int = 0,
     predicts_ahead: bool = False,
+    kind: str | None = None,
 ) -> Path:
     """As ``build_tiny_model``: a dense DeepSeek-V2 in float32, or a DeepSeek-V3 with two of ``num_experts``
-    per token behind its first layer.
+    per token behind its first layer. The latter may be called by another ``kind``, of a model that has the
+    same layers.
 
     With ``predicts_ahead`` it has experts in its first layer, too, and one more layer that drafts (MTP),
     which is right more often than not: see ``build_eagle_pair``.
@@ -220,7 +226,7 @@ def build_latent_model(
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if num_experts:
+        if num_experts or kind is not None:
             # As SGLang names what DeepSeek-V3 does.
             gate = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
             model: torch.nn.Module = DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **latent, **gate))
@@ -231,6 +237,11 @@ def build_latent_model(
     model.save_pretrained(path)
     if predicts_ahead:
         _add_drafting_layer(path)
+    if kind is not None:
+        of_layers = ["sparse" if num_experts and layer else "dense" for layer in range(num_layers)]
+        named = {"model_type": kind, "architectures": [LATENT_KINDS[kind]], "mlp_layer_types": of_layers}
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | named))
     return path
 
 
@@ -297,7 +308,8 @@ def build_window_model(path: Path, *, window: int) -> Path:
 
 
 def build_window_pool_model(path: Path, *, window: int) -> Path:
-    """As ``build_window_model``: a Mellum without experts. SGLang has a pool for layers with windows."""
+    """As ``build_window_model``: a Mellum without experts. SGLang has a pool for layers with windows, which
+    have a rotary embedding of their own."""
     import torch
     from transformers import MellumConfig, MellumForCausalLM
 
@@ -311,6 +323,25 @@ def build_window_pool_model(path: Path, *, window: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         MellumForCausalLM(MellumConfig(**shape, **layers)).save_pretrained(path)
+    return path
+
+
+def build_sinks_model(path: Path, *, window: int) -> Path:
+    """As ``build_window_pool_model``: a gpt-oss with two of four experts per token."""
+    import torch
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 2, 8192, 0.08) | {"intermediate_size": 256}
+    layers = {
+        "head_dim": 64,
+        "sliding_window": window,
+        "layer_types": 2 * ["sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        GptOssForCausalLM(GptOssConfig(**shape, **layers)).save_pretrained(path)
     return path
 
 

@@ -373,7 +373,7 @@ def test_token_ids_are_those_of_the_boundary(hybrid: Hybrid) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind"), [("krul", "lfm2"), ("subspace", "jamba"), ("subspace", "mellum")]
+    ("strategy", "kind"), [("krul", "lfm2"), ("subspace", "jamba"), ("subspace", "laguna")]
 )
 def test_a_strategy_that_looks_at_attention_is_refused(strategy: str, kind: str) -> None:
     """But bases of models of which they are learned."""

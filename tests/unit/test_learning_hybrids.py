@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,24 @@ from transformers import AutoModelForCausalLM, BambaConfig, DynamicCache
 
 from krul_backend.codec.layout import LayerKV
 from krul_backend.errors import CodecError
-from krul_sglang.learning.reader import ReadText, TextReader, attention_layers
-from tests.support.tiny_model import build_delta_rule_model, build_hybrid_model, build_mamba_model
+from krul_sglang.learning.reader import ReadText, TextReader, pool_layers
+from tests.support.tiny_model import (
+    build_delta_rule_model,
+    build_hybrid_model,
+    build_mamba_model,
+    build_sinks_model,
+    build_window_pool_model,
+)
 
 NUM_READ, NUM_AFTER = 90, 12
-BUILDERS = {"lfm2": build_hybrid_model, "qwen3_next": build_delta_rule_model, "nemotron_h": build_mamba_model}
-LAYERS = {"lfm2": [1, 3], "qwen3_next": [1, 3], "nemotron_h": [1, 4]}
+BUILDERS = {
+    "lfm2": build_hybrid_model,
+    "qwen3_next": build_delta_rule_model,
+    "nemotron_h": build_mamba_model,
+    "mellum": partial(build_window_pool_model, window=50),
+    "gpt_oss": partial(build_sinks_model, window=50),
+}
+LAYERS = {"lfm2": [1, 3], "qwen3_next": [1, 3], "nemotron_h": [1, 4], "mellum": [1, 3], "gpt_oss": [1, 3]}
 
 
 @pytest.fixture(scope="module", params=BUILDERS)
@@ -26,7 +39,8 @@ def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     build: Callable[[Path], Path] = BUILDERS[request.param]
     path = build(tmp_path_factory.mktemp("hybrid") / "model")
     # The library's fast experts compute in no float64.
-    exact = {"dtype": torch.float64, "attn_implementation": "sdpa", "experts_implementation": "eager"}
+    attention = "eager" if request.param == "gpt_oss" else "sdpa"
+    exact = {"dtype": torch.float64, "attn_implementation": attention, "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(path, **exact)
     assert model.config.model_type == request.param
     return TextReader(model.train(False))
@@ -40,15 +54,20 @@ def read(reader: TextReader, seed: int) -> tuple[list[int], ReadText]:
 
 
 @torch.no_grad()
-def log_probabilities(reader: TextReader, tokens: Sequence[int], layers: Sequence[LayerKV]) -> torch.Tensor:
-    """What the whole model predicts of the last tokens when its cache of the first ones has this KV, and the
-    states that it made itself."""
+def log_probabilities(
+    reader: TextReader, tokens: Sequence[int], text: ReadText, layers: Sequence[LayerKV]
+) -> torch.Tensor:
+    """What the whole model predicts of the last tokens when its cache of the first ones has this KV, the
+    windows that were read, and the states that it made itself."""
     model = reader._model
     cache = DynamicCache(config=model.config)
     model(torch.tensor([tokens[:NUM_READ]]), past_key_values=cache, use_cache=True)
-    for number, kv in zip(reader.layer_ids, layers, strict=True):
+    own = {number: kv for number, kv in enumerate(text.before) if isinstance(kv, LayerKV)}
+    for number, kv in (own | dict(zip(reader.layer_ids, layers, strict=True))).items():
         of_layer = cache.layers[number]
-        of_layer.keys, of_layer.values = (x.transpose(0, 1)[None].to(model.dtype) for x in (kv.k, kv.v))
+        kept = slice(NUM_READ - of_layer.keys.shape[-2], None)
+        parts = (x[kept].transpose(0, 1)[None].to(model.dtype) for x in (kv.k, kv.v))
+        of_layer.keys, of_layer.values = parts
     output = model(torch.tensor([tokens[NUM_READ:]]), past_key_values=cache, use_cache=True)
     found: torch.Tensor = output.logits[0].log_softmax(-1)
     return found
@@ -78,7 +97,7 @@ def test_gradients_are_finite_differences_of_the_model_s_own_forward(reader: Tex
     """Through the recurrences of the tokens after the history."""
     tokens, text = read(reader, 1)
     learned = [each for (each,) in reader.to_learn([text], [1])][::-1]
-    predicted = log_probabilities(reader, tokens, text.history.layers)
+    predicted = log_probabilities(reader, tokens, text, text.history.layers)
     drawn = torch.multinomial(predicted.float().exp(), 1, generator=torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(2)
     for layer, of_layer in enumerate(learned):
@@ -88,7 +107,7 @@ def test_gradients_are_finite_differences_of_the_model_s_own_forward(reader: Tex
             direction += gradient / gradient.norm() * 5
             near = [
                 float(
-                    log_probabilities(reader, tokens, moved(reader, text, layer, part, by * direction))
+                    log_probabilities(reader, tokens, text, moved(reader, text, layer, part, by * direction))
                     .gather(1, drawn)
                     .sum()
                 )
@@ -101,7 +120,7 @@ def test_gradients_are_finite_differences_of_the_model_s_own_forward(reader: Tex
 def test_divergence_is_that_of_the_model_s_own_forward(reader: TextReader) -> None:
     tokens, text = read(reader, 3)
     other = moved(reader, text, 1, "v", 0.5 * torch.randn(text.history.layers[1].v.shape))
-    true, changed = (log_probabilities(reader, tokens, each) for each in (text.history.layers, other))
+    true, changed = (log_probabilities(reader, tokens, text, each) for each in (text.history.layers, other))
     expected = float((true.exp() * (true - changed)).sum(-1).mean())
     assert expected > 1e-4
     same, found = reader.divergences([(text, text.history.layers.__getitem__), (text, other.__getitem__)])
@@ -111,5 +130,5 @@ def test_divergence_is_that_of_the_model_s_own_forward(reader: TextReader) -> No
 
 def test_other_hybrid_models_are_refused() -> None:
     config = BambaConfig(num_hidden_layers=2, attn_layer_indices=[1])
-    with pytest.raises(CodecError, match=r"lfm2 and qwen3_next and nemotron_h, not for bamba"):
-        attention_layers(config)
+    with pytest.raises(CodecError, match=r"lfm2.* and mellum, not for bamba"):
+        pool_layers(config)

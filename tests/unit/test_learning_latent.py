@@ -26,7 +26,12 @@ from tests.support.tiny_model import LATENT_RANK, LATENT_ROTARY, build_latent_mo
 
 NUM_READ, NUM_AFTER = 40, 12
 PLAN = LearningPlan(text_tokens=400, read_tokens=360, layers_of_group=2)
-KINDS: dict[str, dict[str, Any]] = {"deepseek_v2": {}, "deepseek_v3": {"q_lora_rank": 96, "num_experts": 4}}
+EXPERTS = {"q_lora_rank": 96, "num_experts": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {},
+    "deepseek_v3": EXPERTS,
+    "glm4_moe_lite": {**EXPERTS, "kind": "glm4_moe_lite"},
+}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -166,5 +171,5 @@ def test_ranks_share_one_file(tmp_path: Path) -> None:
 
 def test_other_models_with_latent_kv_are_refused(tmp_path: Path) -> None:
     model = build_minicpm3_model(tmp_path / "model")
-    with pytest.raises(CodecError, match=r"deepseek_v2 and deepseek_v3, not for minicpm3"):
+    with pytest.raises(CodecError, match=r"deepseek_v2.* and kimi_k2, not for minicpm3"):
         list(learn_to_files(Checkpoint(str(model)), tmp_path / "bases", cache_dir=tmp_path))

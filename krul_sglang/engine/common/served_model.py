@@ -169,7 +169,8 @@ def weights_digest(model_config: Any, settings: Mapping[str, Any], cache_dir: Pa
 
 def checkpoint_of(model_config: Any, settings: Mapping[str, Any]) -> Checkpoint:
     """The files that SGLang has loaded. Arguments as for ``identify_model``."""
-    return Checkpoint(str(model_config.model_path), model_config.revision, settings["download_dir"])
+    path, names = str(model_config.model_path), ("download_dir", "trust_remote_code")
+    return Checkpoint(path, model_config.revision, *(settings[name] for name in names))
 
 
 def _why_unknown(model_config: Any, settings: Mapping[str, Any]) -> str | None:
