@@ -60,7 +60,7 @@ SERVED = (
     Served("Qwen3-MoE (random weights)", "tests/integration/test_restoring.py"),
     Served(
         "latent KV (MLA): DeepSeek-V2, DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash (with DeepSeek-V3's layers), "
-        "also in bases; MiniCPM3, by whole loads (random weights)",
+        "also in bases (fp8 KV, too); MiniCPM3, by whole loads (random weights)",
         "tests/integration/test_latent_serving.py",
     ),
     Served("adapters (--lora-paths), by whole loads", "tests/integration/test_adapters.py"),

@@ -65,8 +65,7 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture |
 
     kind = model_runner.model_config.hf_config.model_type
     if isinstance(model_runner.token_to_kv_pool, MLATokenToKVPool):
-        is_fp8 = model_runner.token_to_kv_pool.dtype.itemsize == 1
-        if config.strategy == SUBSPACE and kind in LATENT_MODELS and not is_fp8:
+        if config.strategy == SUBSPACE and kind in LATENT_MODELS:
             return None
         raise LATENT_STRATEGY.error(f'strategy = "{config.strategy}"')
     if takes_media(model_runner.model_config):

@@ -276,7 +276,8 @@ class BasesFile:
         """Raises CodecError if the bases are for other layers than the model's."""
         self._check(bases)
         of_pool = ModelBases(self._pool.shape.of_numbers, bases.groups, bases.damage_factor)
-        return SubspaceCodec(of_pool.to(self._pool.device), self._rotary)
+        rounds = self._pool.fp8_format is not None
+        return SubspaceCodec(of_pool.to(self._pool.device), self._rotary, rounds=rounds)
 
     def _check(self, bases: ModelBases) -> None:
         pool = self._pool

@@ -239,7 +239,7 @@ UNSEEN_INDEX = Refusal(
 )
 LATENT_STRATEGY = Refusal(
     "latent KV (MLA) and a strategy that looks at attention, but "
-    '"subspace" with DeepSeek-V2, V3, Kimi-K2 and GLM-4.7-Flash without fp8',
+    '"subspace" with DeepSeek-V2, V3, Kimi-K2 and GLM-4.7-Flash',
     'its attention is not recorded, and bases are learned of these models alone: leave strategy = "none"',
 )
 MEDIA_STRATEGY = Refusal(

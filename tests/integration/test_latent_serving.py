@@ -203,12 +203,12 @@ ERROR_BUDGET = 0.01
 def stored_in_bases(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """Counters of servers of one rank and of two with the same bases; each of them has answered conversations
-    that left and came back."""
+    """Counters of servers of one rank, of two, and with fp8 KV, with the same bases; each has answered
+    conversations that left and came back."""
     cache_dir = tmp_path_factory.mktemp("krul-cache")
     list(learn_to_files(Checkpoint(str(models["dense"])), None, num_pieces=4, tp_size=2, cache_dir=cache_dir))
-    on_two_ranks = ("--tp", "2"), STRICT_ON_TWO_CORES
-    return [store_in_bases(models["dense"], cache_dir, *more) for more in ((), on_two_ranks)]
+    on_two_ranks, in_fp8 = (("--tp", "2"), STRICT_ON_TWO_CORES), (("--kv-cache-dtype", "fp8_e4m3"),)
+    return [store_in_bases(models["dense"], cache_dir, *more) for more in ((), on_two_ranks, in_fp8)]
 
 
 def store_in_bases(
@@ -256,12 +256,13 @@ def test_models_with_the_layers_of_deepseek_have_bases(kind: str, tmp_path: Path
 
 
 def test_latents_take_many_times_fewer_bytes_in_bases(stored_in_bases: list[dict[str, Any]]) -> None:
-    """And as few for two ranks, whose rounding is another."""
+    """And as few for two ranks and fp8, whose rounding is another."""
     for stats in stored_in_bases:
         assert stats["stored_bytes"] < stats["stored_tokens"] * 4 * ELEMENTS / 8
         assert stats["compression"]["budget"]["unrecorded_turns"] == 0
-    one, two = (stats["stored_bytes"] for stats in stored_in_bases)
+    one, two, fp8 = (stats["stored_bytes"] for stats in stored_in_bases)
     assert two == pytest.approx(one, rel=0.02)
+    assert fp8 == pytest.approx(one, rel=0.05)
 
 
 def test_a_strategy_that_looks_at_attention_is_refused(models: dict[str, Path]) -> None:

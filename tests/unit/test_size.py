@@ -17,11 +17,11 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 50_305),
+    "product": (PRODUCT, 50_338),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 16_040),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
-        8_205,
+        8_240,
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
@@ -29,7 +29,7 @@ LIMITS = {
     ),
     "demo": (("demo",), 1_910),
     "benchmarks": (("benchmarks",), 10_745),
-    "tests": (("tests",), 67_600),
+    "tests": (("tests",), 67_640),
     "tests/support": (("tests/support",), 6_585),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

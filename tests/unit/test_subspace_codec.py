@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from krul_backend.codec.coefficients.scales import RECORD_TOKENS, ROUNDING
-from krul_backend.codec.layout import LayerKV, LayerShape
+from krul_backend.codec.layout import FP8_TYPES, LayerKV, LayerShape, to_elements
 from krul_backend.codec.subspace.bases import GroupBasis, ModelBases, group_vectors
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_backend.codec.subspace.quantizer import (
@@ -317,6 +317,43 @@ def test_errors_of_the_first_token_count_once_however_many_tokens_are_sampled() 
 
     pairs = [*zip(*(make_layers(standard_bases(), 1000, None, seed=seed) for seed in (0, 1)), strict=True)]
     assert all_lost(1000) == pytest.approx(all_lost(100), rel=0.01)
+
+
+@pytest.mark.parametrize("element_type", FP8_TYPES)
+@pytest.mark.parametrize("start_token", [0, 300])
+def test_rounding_to_an_fp8_pool_is_expected_to_cost_what_it_does(
+    element_type: torch.dtype, start_token: int
+) -> None:
+    """Of numbers near those of the segment; of its first token, which is stored as it is, nothing."""
+    bases = make_bases(standard_bases().shape, [2, 1], rank=20)
+    place = {"start_token": start_token, "num_tokens": 100, "attention": None}
+    rounding = SubspaceCodec(bases, None, rounds=True)
+    layers = [
+        LayerKV(*(to_elements(part, element_type) for part in (kv.k, kv.v)))
+        for kv in make_layers(bases, 100, None, outside=OUTSIDE)
+    ]
+    read = layers.__getitem__
+    sample, plain = rounding.sample(read, **place), SubspaceCodec(bases, None).sample(read, **place)
+    assert plain.rounding == 0
+    assert sample.outside == pytest.approx(plain.outside + sample.rounding, rel=1e-6)
+    generator = torch.Generator().manual_seed(1)
+
+    def lost(part: torch.Tensor) -> torch.Tensor:
+        near = part.float() * torch.empty(part.shape).uniform_(0.8, 1.25, generator=generator)
+        off = to_elements(near, element_type).float() - near
+        off[: 1 if start_token == 0 else 0] = 0
+        return off
+
+    errors = [LayerKV(lost(kv.k), lost(kv.v)) for kv in layers]
+    expected = rounding.sample(errors.__getitem__, **place, are_errors=True).all_lost
+    # Below a power of two elements are closer than above it.
+    assert sample.rounding == pytest.approx(expected, rel=0.15)
+    for limit in (1.5, 5):
+        max_damage = limit * sample.outside
+        encoded = rounding.encode(read, **place, max_damage=max_damage)
+        assert encoded.damage == pytest.approx(max_damage, rel=0.01)
+        finer = SubspaceCodec(bases, None).encode(read, **place, max_damage=max_damage - sample.rounding)
+        assert finer.num_bytes == pytest.approx(encoded.num_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(("num_tokens", "mean"), [(100, 4), (600, 4), (600, 1)])

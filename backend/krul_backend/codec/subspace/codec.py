@@ -21,7 +21,7 @@ from krul_backend.codec.coefficients.scales import (
     num_bands,
     scales_of,
 )
-from krul_backend.codec.layout import LayerKV, ReadLayer
+from krul_backend.codec.layout import LayerKV, ReadLayer, rounding_errors
 from krul_backend.codec.rotary import RotaryTable, check_positions
 from krul_backend.codec.subspace.bases import SHIFT_SUMS, ModelBases, split_vectors
 from krul_backend.codec.subspace.coded_tail import (
@@ -83,19 +83,26 @@ class SubspaceCodec:
 
     ``rotary`` is taken off keys before they are encoded; None for a model without it. ``num_first_tokens``:
     so many tokens at the start of a conversation are stored as they are. The first one draws attention from
-    all others, and is like no other.
+    all others, and is like no other. ``rounds``: an fp8 pool's KV is read, and rounding to it is damage.
 
     Raises:
         CodecError: fewer first tokens than none, or more than a record has.
     """
 
-    def __init__(self, bases: ModelBases, rotary: RotaryTable | None, *, num_first_tokens: int = 1) -> None:
+    def __init__(
+        self,
+        bases: ModelBases,
+        rotary: RotaryTable | None,
+        *,
+        num_first_tokens: int = 1,
+        rounds: bool = False,
+    ) -> None:
         if not 0 <= num_first_tokens <= RECORD_TOKENS:
             raise CodecError(f"{num_first_tokens} first tokens are not 0 to {RECORD_TOKENS}")
         self.bases = bases
         self._rotary = rotary
         self._coder = RansCoder()
-        self._num_first_tokens = num_first_tokens
+        self._num_first_tokens, self._rounds = num_first_tokens, rounds
         device = self._device = Device.of(bases.groups[0].mean)
         multiplied = torch.bfloat16 if device.multiplies_bf16_fast else torch.float32
         self._memory = KeptMemory()
@@ -176,9 +183,10 @@ class SubspaceCodec:
         """Read some tokens of a segment, at most 128: see what they lose outside of the bases, and hand them
         to ``encode``, which then reads no segment again that is no longer than that.
 
-        Arguments as for ``encode``. Each layer is read once, and those of one group are held at a time. The
-        sample takes 4 bytes for each coefficient of its tokens, on the CPU. ``are_errors``: what is read are
-        differences of KV, which have no mean; those of the first tokens count, too.
+        Arguments as for ``encode``. Each layer is read once, of an fp8 pool twice, and those of one group are
+        held at a time. The sample takes 4 bytes for each coefficient of its tokens, on the CPU.
+        ``are_errors``: what is read are differences of KV, which have no mean; those of the first tokens
+        count, too.
 
         Raises:
             CodecError: no tokens, or positions beyond the model's.
@@ -237,7 +245,17 @@ class SubspaceCodec:
         ]
         ends = [len(raw) * len(basis.layers) // self.bases.num_layers for basis in groups]
         stored = torch.split(raw.cpu(), ends)
-        return SegmentSample(self.bases, segment, picked, worths, shifts, samples, stored)
+        rounding = 0.0
+        if self._rounds and not are_errors:
+            place = {"start_token": start_token, "num_tokens": num_tokens}
+            num_first = segment.num_first_tokens
+            rounding = self.sample(
+                lambda layer: rounding_errors(read(layer), num_first),
+                **place,
+                attention=attention,
+                are_errors=True,
+            ).all_lost
+        return SegmentSample(self.bases, segment, picked, worths, shifts, samples, stored, rounding)
 
     def open(self, params: Mapping[str, Any], *, start_token: int, num_tokens: int) -> SubspaceDecoder:
         """A decoder for blocks that were encoded with these parameters at this place.

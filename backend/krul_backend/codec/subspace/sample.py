@@ -246,7 +246,7 @@ class SegmentSample:
 
     ``rows`` int64 ``[n]``: the sampled tokens. ``worth`` fp32 and ``shifts`` int8 ``[groups, T]``: of all
     tokens of the segment, on the CPU. ``first_tokens`` uint8: of each group what is stored of the segment's
-    first tokens.
+    first tokens. ``rounding``: the damage of rounding what comes back to an fp8 pool.
     """
 
     bases: ModelBases
@@ -256,6 +256,7 @@ class SegmentSample:
     shifts: Shifts
     groups: Sequence[GroupSample]
     first_tokens: Sequence[torch.Tensor]
+    rounding: float = 0.0
 
     @property
     def has_all(self) -> bool:
@@ -269,8 +270,10 @@ class SegmentSample:
 
     @cached_property
     def outside(self) -> float:
-        """The damage, in nats per predicted token, of what lies outside of the bases, which no step keeps."""
-        return segment_damage(self.bases, self.segment, (group.outside for group in self.groups))[0]
+        """The damage, in nats per predicted token, whatever the step: of what lies outside of the bases, and
+        of rounding to a pool's elements."""
+        outside, _ = segment_damage(self.bases, self.segment, (group.outside for group in self.groups))
+        return outside + self.rounding
 
     @property
     def all_lost(self) -> float:
@@ -332,4 +335,5 @@ class SegmentSample:
                 group.errors(each, num_others, float(own[index]), of_others[index, num_others:])
                 for index, (group, each) in enumerate(groups)
             ]
-        return segment_damage(self.bases, self.segment, errors)
+        lost, shift = segment_damage(self.bases, self.segment, errors)
+        return lost + self.rounding, shift
