@@ -275,9 +275,9 @@ class BasesFile:
     def _codec(self, bases: ModelBases) -> SubspaceCodec:
         """Raises CodecError if the bases are for other layers than the model's."""
         self._check(bases)
-        of_pool = ModelBases(self._pool.shape.of_numbers, bases.groups, bases.damage_factor)
-        rounds = self._pool.fp8_format is not None
-        return SubspaceCodec(of_pool.to(self._pool.device), self._rotary, rounds=rounds)
+        shape = self._pool.shape
+        of_pool = ModelBases(shape.of_numbers, bases.groups, bases.damage_factor).to(self._pool.device)
+        return SubspaceCodec(of_pool, self._rotary, rounds=shape.of_numbers != shape)
 
     def _check(self, bases: ModelBases) -> None:
         pool = self._pool
