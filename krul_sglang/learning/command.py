@@ -241,7 +241,7 @@ def memory_of_learning(checkpoint: Checkpoint, tp_size: int) -> int:
     # In float32: both ends of the model, one layer as it comes from files, and predictions.
     ends = 2 * 4 * config.vocab_size * config.hidden_size
     quantization = getattr(config, "quantization_config", None)
-    file_bits = 16 if quantization is None else 8 if quantization["quant_method"] == "fp8" else 4
+    file_bits = 16 if quantization is None else 8 if quantization.get("quant_method") == "fp8" else 4
     layer = _LAYER_BYTES[file_bits] * checkpoint.num_weight_bytes() // config.num_hidden_layers
     num_predicted = plan.text_tokens - plan.read_tokens
     predictions = 4 * 8 * num_predicted * config.vocab_size
