@@ -14,7 +14,7 @@ from demo.server import ServerProcess
 from krul_sglang.reasons import REASONS
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import Played, play_all
-from tests.support.tiny_model import aged, build_tiny_model
+from tests.support.tiny_model import build_tiny_model
 
 _PORTS_OF_WORKERS = {"gw0": range(20_000, 22_000), "gw1": range(30_000, 32_000), "gw2": range(18_000, 20_000)}
 """A server binds its port ten seconds after it was chosen. SGLang chooses its own ports between these."""
@@ -24,7 +24,7 @@ _PORTS_OF_WORKERS = {"gw0": range(20_000, 22_000), "gw1": range(30_000, 32_000),
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoint directories of the tiny random model by element type."""
     root = tmp_path_factory.mktemp("tiny-models")
-    return {dtype: aged(build_tiny_model(root / dtype, dtype=dtype)) for dtype in ("float32", "bfloat16")}
+    return {dtype: build_tiny_model(root / dtype, dtype=dtype) for dtype in ("float32", "bfloat16")}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from demo.server import ServerProcess, default_device_args
+from tests.support.tiny_model import date_back
 
 _ZYGOTE = Path(__file__).with_name("server_zygote.py")
 _PROGRAM = Path(__file__).with_name("program_with_forked_servers.py")
@@ -42,6 +43,7 @@ class ForkedServer(ServerProcess):
             if num_ranks > torch.accelerator.device_count():
                 pytest.skip(f"{num_ranks} ranks need as many GPUs")
             return super()._start_supervisor(log)
+        date_back(Path(self.command[self.command.index("--model-path") + 1]))
         arguments = self.command[self.command.index("-m") + 2 :]
         request = {"arguments": arguments, "env": self._env, "cwd": os.getcwd()}
         return _ForkedSupervisor(zygote_socket(), request, log)

@@ -159,15 +159,16 @@ def build_adapter(path: Path, *, seed: int, num_layers: int = 4, hidden_size: in
         "bias": "none",
     }
     (path / "adapter_config.json").write_text(json.dumps(config))
-    return aged(path)
-
-
-def aged(path: Path) -> Path:
-    """Date a checkpoint's files back: a server that starts in the same second takes them for files that were
-    written while it started, and does not know its weights."""
-    for file in path.iterdir():
-        os.utime(file, (time.time() - 5,) * 2)
+    date_back(path)
     return path
+
+
+def date_back(path: Path) -> None:
+    """Let a checkpoint's new files be some seconds old: a server that starts in the second in which they were
+    written takes them for files that were written while it started, and does not know its weights."""
+    for file in path.iterdir() if path.is_dir() else ():
+        if time.time() - file.stat().st_mtime < 3:
+            os.utime(file, (time.time() - 5,) * 2)
 
 
 LATENT_RANK, LATENT_ROTARY = 64, 32
