@@ -65,7 +65,7 @@ SERVED = (
     ),
     Served("adapters (--lora-paths), by whole loads", "tests/integration/test_adapters.py"),
     Served(
-        "images: Qwen2-VL; sounds: Qwen2-Audio (random weights), by whole loads",
+        "images: Qwen2-VL, text also in bases; sounds: Qwen2-Audio (random weights), by whole loads",
         "tests/integration/test_images_and_sounds.py",
     ),
     Served(

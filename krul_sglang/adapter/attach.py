@@ -68,7 +68,9 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture |
         if config.strategy == SUBSPACE and kind in LATENT_MODELS:
             return None
         raise LATENT_STRATEGY.error(f'strategy = "{config.strategy}"')
-    if takes_media(model_runner.model_config):
+    if takes_media(model_runner.model_config) and (
+        config.strategy != SUBSPACE or model_runner.model_config.is_audio_model
+    ):
         raise MEDIA_STRATEGY.error(f'strategy = "{config.strategy}"')
     if has_states(model_runner) != (config.strategy == SUBSPACE and kind in HYBRID_MODELS):
         raise STATE_STRATEGY.error(f'strategy = "{config.strategy}"')

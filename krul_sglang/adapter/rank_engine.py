@@ -17,6 +17,7 @@ from krul_backend.planner import OnlineCosts, make_planner
 from krul_backend.strategy import Precision
 from krul_sglang.adapter.engine_prefill import EnginePrefill
 from krul_sglang.adapter.probe_forward import prepare_probe
+from krul_sglang.adapter.unsupported import takes_media
 from krul_sglang.config import AUTO, KrulConfig
 from krul_sglang.engine.budget import ErrorBudget, KvProvenance, Prober, ServedBases
 from krul_sglang.engine.capture import QueryCapture
@@ -287,12 +288,16 @@ def _selector_decision(setup: RankSetup) -> SelectorDecision:
 def _error_budget(setup: RankSetup, bases: ServedBases, provenance: KvProvenance) -> ErrorBudget:
     """For the strategy ``subspace``."""
     config, pool, store = setup.config, setup.pool, setup.connection.store
-    prepare = partial(prepare_probe, setup.model_runner, setup.capture)
+    prepare, model = (
+        partial(prepare_probe, setup.model_runner, setup.capture),
+        setup.model_runner.model_config,
+    )
+    sees = takes_media(model)
     return ErrorBudget(
         limit=config.error_budget,
-        # A probe would need the states of recurrent layers as they were amid the conversation; and with DP
-        # attention other ranks would have to enter it.
-        probe_share=0.0 if setup.states is not None or setup.has_dp_attention else config.probe_share,
+        # A probe would need the states of recurrent layers as they were amid the conversation; with DP
+        # attention other ranks would have to enter it; and models that see images take other positions.
+        probe_share=0.0 if setup.states is not None or setup.has_dp_attention or sees else config.probe_share,
         store=store,
         provenance=provenance,
         model=setup.model,
@@ -300,4 +305,5 @@ def _error_budget(setup: RankSetup, bases: ServedBases, provenance: KvProvenance
         codec=setup.codec,
         bases=bases,
         prober=Prober(prepare, pool, setup.codec, store, setup.model, setup.probe_group),
+        vocabulary_size=model.vocab_size if sees else None,
     )

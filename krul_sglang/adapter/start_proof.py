@@ -237,11 +237,10 @@ def read_rotary_table(model: Any, layer_ids: Sequence[int]) -> RotaryTable | Non
     be undone.
 
     The table is tried first: it must turn back vectors that the model's own module has rotated in float32.
-    None also for a model without rotary embedding, with more than one table, or with positions that are
-    not token indices (multimodal rotary embeddings).
+    None also for a model without rotary embedding, or with more than one table. Where images have positions
+    of their own, it is that of text before the first one.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
 
     modules = {
         id(owner.rotary_emb): owner.rotary_emb
@@ -257,9 +256,7 @@ def read_rotary_table(model: Any, layer_ids: Sequence[int]) -> RotaryTable | Non
         return None
     module = next(iter(modules.values()))
     table = None
-    if isinstance(getattr(module, "cos_sin_cache", None), torch.Tensor) and not isinstance(
-        module, MRotaryEmbedding
-    ):
+    if isinstance(getattr(module, "cos_sin_cache", None), torch.Tensor):
         cos, sin = module.cos_sin_cache.float().chunk(2, dim=-1)
         table = RotaryTable(cos, sin, is_neox=module.is_neox_style)
     if table is None or not _undoes(table, module):

@@ -243,7 +243,7 @@ LATENT_STRATEGY = Refusal(
     'its attention is not recorded, and bases are learned of these models alone: leave strategy = "none"',
 )
 MEDIA_STRATEGY = Refusal(
-    "a vision or audio model and a strategy that looks at attention",
+    'a vision or audio model and a strategy that looks at attention, but "subspace" with one that only sees',
     'its text is read again without images and sounds: leave strategy = "none"',
 )
 STATE_STRATEGY = Refusal(

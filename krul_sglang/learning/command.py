@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoTokenizer,
     DeepseekV3Config,
@@ -40,6 +41,7 @@ from krul_sglang.learning.reader import (
     norm_name,
     pool_layers,
     states_bytes,
+    text_model,
 )
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 
@@ -236,7 +238,7 @@ def memory_of_learning(checkpoint: Checkpoint, tp_size: int) -> int:
     Raises:
         LearningError: heads that ``tp_size`` ranks cannot share.
     """
-    config = _config_of(checkpoint)
+    config = _config_of(checkpoint).get_text_config()
     plan, num_layers, shape = LearningPlan(), len(pool_layers(config)), kv_shape(config)
     # In float32: both ends of the model, one layer as it comes from files, and predictions.
     ends = 2 * 4 * config.vocab_size * config.hidden_size
@@ -297,11 +299,11 @@ def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
     ends = read_part(None)
 
     def load_layer(layer: int) -> Any:
-        module = read_part(layer).model.layers[layer]
+        module = text_model(read_part(layer)).layers[layer]
         for each in module.modules():
             if hasattr(each, "config"):
                 # There attention is observed.
-                each.config = ends.config
+                each.config = text_model(ends).config
         return module
 
     return tokenizer, TextReader(ends, load_layer=load_layer)
@@ -318,7 +320,10 @@ def _config_of(checkpoint: Checkpoint) -> Any:
 
 def _part_of_model(config: Any, layer: int | None) -> Any:
     """The class of a configuration's models, with nothing but one layer; or with all else, if None."""
-    whole: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kinds = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    whole: Any = next((kind[type(config)] for kind in kinds if type(config) in kind), None)
+    if whole is None:
+        raise CodecError(f"there are no bases for {config.model_type}")
 
     class Part(whole):  # type: ignore[misc]
         # Everything else that is in the files.
@@ -326,15 +331,21 @@ def _part_of_model(config: Any, layer: int | None) -> Any:
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            for number in range(len(self.model.layers)):
+            base = text_model(self)
+            for name, _ in [*self.model.named_children()] if base is not self.model else ():
+                if name != "language_model":
+                    setattr(self.model, name, nn.Identity())
+            for number in range(len(base.layers)):
                 if number != layer:
-                    self.model.layers[number] = nn.Identity()
+                    base.layers[number] = nn.Identity()
             if layer is not None:
-                self.model.set_input_embeddings(nn.Identity())
+                base.set_input_embeddings(nn.Identity())
                 self.lm_head = nn.Identity()
-                setattr(self.model, norm_name(self.model), nn.Identity())
+                setattr(base, norm_name(base), nn.Identity())
                 self.all_tied_weights_keys: dict[str, str] = {}
 
+    # By its name the library knows how weights are named in files.
+    Part.__name__, Part.__module__ = whole.__name__, whole.__module__
     return Part
 
 

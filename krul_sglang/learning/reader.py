@@ -109,9 +109,10 @@ class TextReader:
     """Reads with a model of the Llama, Qwen2 or Qwen3 family, or one of ``LATENT_MODELS`` or
     ``HYBRID_MODELS``, whose parameters need no gradients.
 
-    It goes through the model layer by layer, each time with all texts, so that one layer at a time needs to
-    be there. The ``num_layers`` that bases are learned of are numbered as in a pool; ``layer_ids`` are their
-    numbers in the model. What the others hand on, states or windows, is always the truth, as it is stored.
+    Of models that see images the text is read. It goes through the model layer by layer, each time with all
+    texts, so that one layer at a time needs to be there. The ``num_layers`` that bases are learned of are
+    numbered as in a pool; ``layer_ids`` are their numbers in the model. What the others hand on, states or
+    windows, is always the truth, as it is stored.
 
     ``load_layer``: gives a layer's module on the model's device, of a model that is here without
     its layers; None if it has them. Between layers hidden states lie on the host.
@@ -123,9 +124,10 @@ class TextReader:
         self, model: Any, *, query_rows: int = 256, load_layer: Callable[[int], Any] | None = None
     ) -> None:
         self._model = model
+        self._base = base = text_model(model)
         self._query_rows = query_rows
-        self._load_layer = model.model.layers.__getitem__ if load_layer is None else load_layer
-        config = model.config
+        self._load_layer = base.layers.__getitem__ if load_layer is None else load_layer
+        config = base.config
         self._num_model_layers: int = config.num_hidden_layers
         self._with_kv = layers_with_kv(config)
         self.layer_ids = pool_layers(config)
@@ -191,9 +193,9 @@ class TextReader:
         attention ``[1, Hkv, T]`` that its tokens draw there. All of it on the host."""
         taken: list[Any] = []
         cache = DynamicCache()
-        with observed_attention(self._model, lambda *of_layer: taken.append(of_layer)):
+        with observed_attention(self._base, lambda *of_layer: taken.append(of_layer)):
             left = self._passed(hidden, cache).cpu()
-        kv = pooled(_from_cache(self._model.config, cache.layers[0].keys, cache.layers[0].values))
+        kv = pooled(_from_cache(self._base.config, cache.layers[0].keys, cache.layers[0].values))
         kv = LayerKV(kv.k.cpu(), kv.v.cpu())
         if self.is_latent:
             return left, kv, torch.ones(1, 1, len(kv.k))
@@ -284,14 +286,14 @@ class TextReader:
         """What leaves the layer that is here when ``hidden [T, any]`` enters it, after the KV or the states
         ``before``."""
         if not isinstance(before, States):
-            return self._passed(hidden, dynamic_cache(self._model, [before]))
+            return self._passed(hidden, dynamic_cache(self._base, [before]))
         copies = [state.to(self._model.device, copy=True) for state in before]
         return self._passed(hidden, _cache_of_states(copies))
 
     def _passed(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
         """The same after what the layer's ``cache`` has, to which the KV of ``hidden`` is added."""
         entering = hidden.to(self._model.device)[None]
-        left: torch.Tensor = self._model.model(
+        left: torch.Tensor = self._base(
             inputs_embeds=entering, past_key_values=cache, use_cache=True
         ).last_hidden_state[0]
         return left
@@ -306,7 +308,7 @@ class TextReader:
     @contextmanager
     def _only(self, layer: int | None) -> Iterator[None]:
         """Within this context the model is this one layer without the end; or only the end, if None."""
-        base, config = self._model.model, self._model.config
+        base, config = self._base, self._base.config
         layers, types = base.layers, getattr(config, "layer_types", None)
         last_norm = getattr(base, norm_name(base))
         modules: list[Any] = []
@@ -346,6 +348,11 @@ def _cache_of_states(states: Sequence[torch.Tensor]) -> Any:
     for state, update in zip(states, (layer.update_conv_state, layer.update_recurrent_state), strict=False):
         update(state)
     return Cache(layers=[layer])
+
+
+def text_model(model: Any) -> Any:
+    """What of a Hugging Face causal language model has the decoder layers, beside what sees images."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def norm_name(base: Any) -> str:
@@ -413,7 +420,8 @@ def rotary_table(model: Any, max_positions: int) -> RotaryTable:
 
     Raises CodecError if these have more than one.
     """
-    embedding, config = model.model.rotary_emb, model.config
+    base = text_model(model)
+    embedding, config = base.rotary_emb, base.config
     of_kind = "full_attention_" if hasattr(embedding, "full_attention_inv_freq") else ""
     frequencies: torch.Tensor = getattr(embedding, f"{of_kind}inv_freq")
     positions = torch.arange(max_positions, device=frequencies.device)

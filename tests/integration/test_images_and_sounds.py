@@ -13,16 +13,21 @@ import numpy as np
 import pytest
 import soundfile
 from PIL import Image
+from transformers import AutoTokenizer
 
 from demo.server import ServerProcess
 from krul_sglang.cli.why import fetch_reasons
+from krul_sglang.learning.command import cut_pieces, learn_to_files, own_texts
+from krul_sglang.models.checkpoint import Checkpoint
 from tests.support.forked_server import ForkedServer
 from tests.support.scenario import (
     POOL_TOKENS,
     STRICT,
     Answer,
+    ask,
     assert_nothing_left_behind,
     assert_same,
+    bases_server_args,
     push_out,
     settled_stats,
     small_krul_server_args,
@@ -203,3 +208,28 @@ def test_loads_that_fail_are_computed_with_their_media(kept: Played, medium: Med
     assert_same(kept.all(), played.all())
     assert forward["rescued_tokens"] > MEDIUM_TOKENS
     assert forward["lost_requests"] == 0
+
+
+def test_text_alone_comes_back_from_bases(tmp_path: Path) -> None:
+    """Of a model that sees. What has images comes back as it was."""
+    model, images = build_vision_model(tmp_path / "model"), MEDIA["images"]
+    list(learn_to_files(Checkpoint(str(model)), None, num_pieces=4, cache_dir=tmp_path))
+    args = bases_server_args(POOL_TOKENS, tmp_path, error_budget=0.1, relearn=False)
+    prompts = cut_pieces(AutoTokenizer.from_pretrained(model), own_texts(), 500, 3)
+    with ForkedServer(model, args=args, env=STRICT) as server:
+        seen = ask_about(server, images, 2, 1, 2)
+        before = settled_stats(server)["compression"]
+        computed = [ask(server, prompt) for prompt in prompts]
+        after = settled_stats(server)["compression"]
+        push_out(server, num_tokens=POOL_TOKENS, seed="text")
+        again = ask_about(server, images, 2, 1, 2)
+        decoded = [ask(server, prompt) for prompt in prompts]
+        assert_nothing_left_behind(server)
+    assert_same([seen], [again])
+    assert again.host_tokens > MEDIUM_TOKENS
+    assert before["subspace_turns"] < before["turns"]
+    assert after["subspace_turns"] - before["subspace_turns"] == len(prompts)
+    assert all(answer.host_tokens > 480 for answer in decoded)
+    pairs = zip(computed, decoded, strict=True)
+    off = [abs(one.logprobs[0] - other.logprobs[0]) for one, other in pairs]
+    assert 1e-3 < sum(off) / len(off) < 0.6

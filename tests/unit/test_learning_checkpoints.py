@@ -1,5 +1,5 @@
-"""What bases are learned from: checkpoints with quantized weights, under other names, with code of their
-own, or without some weights."""
+"""What bases are learned from: checkpoints with quantized weights, under other names, of models that see,
+with code of their own, or without some weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2VLForConditionalGeneration
 
 from krul_backend.codec.subspace.bases import ModelBases
+from krul_backend.codec.subspace.coded_tail import tensors_of
 from krul_sglang.learning.bases import LearningError
-from krul_sglang.learning.command import learn_to_files, memory_of_learning
+from krul_sglang.learning.command import _load, learn_to_files, memory_of_learning
 from krul_sglang.models.checkpoint import Checkpoint
-from tests.support.tiny_model import build_latent_model, build_sinks_model, build_tiny_model
+from tests.support.tiny_model import (
+    build_latent_model,
+    build_sinks_model,
+    build_tiny_model,
+    build_vision_model,
+)
 
 Stored = Iterator[tuple[str, torch.Tensor]]
 BLOCK, GROUP = 128, 32
@@ -132,6 +139,30 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
     plain = Path(shutil.copytree(named, tmp_path / "plain"))
     change_json(plain / "config.json", model_type="deepseek_v3")
     assert learned(named).digest == learned(plain).digest
+
+
+def test_the_text_of_a_model_that_sees_is_read(tmp_path: Path) -> None:
+    """Its layers are those of a Qwen2, where text has no images."""
+    seeing = build_vision_model(tmp_path / "seeing")
+    plain = Path(shutil.copytree(seeing, tmp_path / "plain"))
+    whole = Qwen2VLForConditionalGeneration.from_pretrained(seeing)
+    of_text = whole.config.text_config.to_dict()
+    del of_text["rope_parameters"]["mrope_section"]
+    alone = Qwen2ForCausalLM(Qwen2Config(**of_text))
+    alone.model.load_state_dict(whole.model.language_model.state_dict())
+    alone.lm_head.load_state_dict(whole.lm_head.state_dict())
+    alone.save_pretrained(plain)
+    ids = torch.randint(10, 500, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def gradients(path: Path) -> list[torch.Tensor]:
+        _, reader = _load(Checkpoint(str(path)), "cpu")
+        layers = reader.to_learn(reader.read([(ids[:80], ids[80:])]), [1])
+        return [part for (layer,) in layers for part in tensors_of(layer.gradients[0])]
+
+    for found, expected in zip(gradients(seeing), gradients(plain), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+        assert expected.abs().max() > 1e-3
+    assert learned(seeing).num_layers == whole.config.text_config.num_hidden_layers
 
 
 def test_a_tokenizer_s_own_code_runs_if_it_is_trusted(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 50_338),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 16_040),
+    "product": (PRODUCT, 50_370),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 16_052),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_240,
@@ -29,8 +29,8 @@ LIMITS = {
     ),
     "demo": (("demo",), 1_910),
     "benchmarks": (("benchmarks",), 10_745),
-    "tests": (("tests",), 67_640),
-    "tests/support": (("tests/support",), 6_585),
+    "tests": (("tests",), 67_700),
+    "tests/support": (("tests/support",), 6_588),
 }
 """Folders of each part, and the most lines of Python that they may have together."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from krul_backend.attention.rows import QueryRows, attention_drawn
@@ -81,7 +82,9 @@ class ErrorBudget(Decision):
     has left the store and they are stored again.
 
     A turn is stored natively for good if nothing was recorded of its attention and the bases look at it, if
-    there are no bases yet, or if the weights are no longer those that the bases were learned from. Others are
+    there are no bases yet, if the weights are no longer those that the bases were learned from, or if it has
+    images: SGLang names these by token ids from ``vocabulary_size`` on, and the positions behind them are not
+    those of tokens. Others are
     stored natively at first. When a run of one is encoded, later, it may lose what is left by then, and new
     tokens at the conversation's end always their share of the budget by length. If what the bases cannot
     represent costs nearly all of that, or all costs more, its layers are stored one by one in few bits, or
@@ -108,6 +111,7 @@ class ErrorBudget(Decision):
         codec: ModelCodecs,
         bases: ServedBases,
         prober: Prober,
+        vocabulary_size: int | None = None,
     ) -> None:
         self.num_probes = 0
         self.last_kl: float | None = None
@@ -130,6 +134,7 @@ class ErrorBudget(Decision):
         # Those that turns are stored in.
         self._in_use: _BasesInUse | None = None
         self._prober = prober
+        self._vocabulary_size = vocabulary_size
         self._are_weights_known = True
 
     def forget_model(self) -> None:
@@ -148,11 +153,13 @@ class ErrorBudget(Decision):
             for key in turn.page_keys[pages.start : pages.stop]:
                 # Its segment is not stored any more.
                 self._remembered.pop(key, None)
-        if self._bases.recent is not None and not turn.tenant:
+        size = self._vocabulary_size
+        has_images = size is not None and bool((np.asarray(turn.token_ids) >= size).any())
+        if self._bases.recent is not None and not turn.tenant and not has_images:
             self._bases.recent.add(turn.page_keys, turn.token_ids, range(missing[0].start, missing[-1].stop))
         lossy = self._lossy(turn)
         carried = tuple(math.inf if lossy is None else carried_damage(lossy, run) for run in runs)
-        bases = self._newest()
+        bases = None if has_images else self._newest()
         attention = None if bases is None or lossy is None else self._attention(bases, turn, runs)
         if bases is None or lossy is None or attention is None:
             for run, of_run in zip(runs, carried, strict=True):
