@@ -111,7 +111,11 @@ class Rank:
         if has_draft:
             own = dataclasses.replace(self.start, config_digest="e" * 64)
             draft = DraftKV(opened, own, self.model, "EAGLE")
-        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 1)))
+        media = ("multimodal", "audio_model", "image_understandable_model", "audio_understandable_model")
+        runner = SimpleNamespace(
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 1)),
+            model_config=SimpleNamespace(**{f"is_{name}": False for name in media}),
+        )
         setup = RankSetup(
             config=runtime.config,
             gate=runtime.gate,
