@@ -238,11 +238,11 @@ def memory_of_learning(checkpoint: Checkpoint, tp_size: int) -> int:
     Raises:
         LearningError: heads that ``tp_size`` ranks cannot share.
     """
-    config = _config_of(checkpoint).get_text_config()
+    whole = _config_of(checkpoint)
+    quantization, config = getattr(whole, "quantization_config", None), whole.get_text_config()
     plan, num_layers, shape = LearningPlan(), len(pool_layers(config)), kv_shape(config)
     # In float32: both ends of the model, one layer as it comes from files, and predictions.
     ends = 2 * 4 * config.vocab_size * config.hidden_size
-    quantization = getattr(config, "quantization_config", None)
     file_bits = 16 if quantization is None else 8 if quantization.get("quant_method") == "fp8" else 4
     layer = _LAYER_BYTES[file_bits] * checkpoint.num_weight_bytes() // config.num_hidden_layers
     num_predicted = plan.text_tokens - plan.read_tokens
