@@ -288,10 +288,8 @@ def _selector_decision(setup: RankSetup) -> SelectorDecision:
 def _error_budget(setup: RankSetup, bases: ServedBases, provenance: KvProvenance) -> ErrorBudget:
     """For the strategy ``subspace``."""
     config, pool, store = setup.config, setup.pool, setup.connection.store
-    prepare, model = (
-        partial(prepare_probe, setup.model_runner, setup.capture),
-        setup.model_runner.model_config,
-    )
+    prepare = partial(prepare_probe, setup.model_runner, setup.capture)
+    model = setup.model_runner.model_config
     sees = takes_media(model)
     return ErrorBudget(
         limit=config.error_budget,

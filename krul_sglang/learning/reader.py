@@ -351,7 +351,7 @@ def _cache_of_states(states: Sequence[torch.Tensor]) -> Any:
 
 
 def text_model(model: Any) -> Any:
-    """What of a Hugging Face causal language model has the decoder layers, beside what sees images."""
+    """Return the part of a Hugging Face model that holds its decoder layers, without what sees images."""
     return getattr(model.model, "language_model", model.model)
 
 
@@ -361,14 +361,14 @@ def norm_name(base: Any) -> str:
 
 
 def layers_with_kv(config: Any) -> Sequence[int]:
-    """The layers with KV, of all tokens or of a window, by their number in the model, for a Hugging Face
-    configuration."""
+    """Return the layers with KV, of all tokens or of a window, by their number in the model, for a Hugging
+    Face configuration."""
     kinds = ("full_attention", "sliding_attention")
     return [layer for layer, kind in enumerate(_layer_types(config)) if kind in kinds]
 
 
 def pool_layers(config: Any) -> Sequence[int]:
-    """Those of them whose KV servers keep in their pool of all tokens.
+    """Return the layers whose KV servers keep in the pool of all tokens, likewise.
 
     Raises CodecError for models of which other layers have states, but ``HYBRID_MODELS``.
     """
@@ -423,12 +423,12 @@ def rotary_table(model: Any, max_positions: int) -> RotaryTable:
     base = text_model(model)
     embedding, config = base.rotary_emb, base.config
     of_kind = "full_attention_" if hasattr(embedding, "full_attention_inv_freq") else ""
+    if of_kind and config.model_type not in HYBRID_MODELS:
+        raise CodecError(f"layers with windows of {config.model_type} have a rotary embedding of their own")
     frequencies: torch.Tensor = getattr(embedding, f"{of_kind}inv_freq")
     positions = torch.arange(max_positions, device=frequencies.device)
     angles = positions[:, None].float() * frequencies[None, :].float()
     scale = float(getattr(embedding, f"{of_kind}attention_scaling"))
-    if of_kind and config.model_type not in HYBRID_MODELS:
-        raise CodecError(f"layers with windows of {config.model_type} have a rotary embedding of their own")
     is_neox = not is_latent(config) or not _pairs_neighbours(config)
     return RotaryTable(angles.cos() * scale, angles.sin() * scale, is_neox=is_neox)
 

@@ -104,17 +104,18 @@ def empty_kv(shape: LayerShape, num_tokens: int, device: torch.device) -> LayerK
     return LayerKV(k, v)
 
 
-def rounding_errors(kv: LayerKV, num_exact: int) -> LayerKV:
-    """Random errors, fp32, as large as those of rounding numbers near the fp8 elements ``kv`` to fp8; none in
-    the ``num_exact`` first tokens."""
+def rounding_errors(kv: LayerKV, rows: torch.Tensor) -> LayerKV:
+    """Return random errors, fp32, as large as those of rounding numbers near the fp8 elements ``kv`` to fp8:
+    in the tokens ``rows`` (int64, on the device of ``kv``), and 0 in all others."""
     parts = []
     for x in (kv.k, kv.v):
         kind, generator = torch.finfo(x.dtype), torch.Generator(x.device).manual_seed(0)
-        spacing = torch.exp2(x.float().abs().clamp_min(kind.smallest_normal).log2().floor()) * kind.eps
+        numbers = take_rows(x, rows).float().abs().clamp_min(kind.smallest_normal)
+        spacing = torch.exp2(numbers.log2().floor()) * kind.eps
         # Of numbers that are spread evenly between two elements.
-        signs = torch.randint(2, x.shape, generator=generator, device=x.device) - 0.5
-        parts.append(spacing * signs / math.sqrt(3))
-        parts[-1][:num_exact] = 0
+        signs = torch.randint(2, spacing.shape, generator=generator, device=x.device) - 0.5
+        errors = torch.zeros(x.shape, device=x.device)
+        parts.append(errors.index_copy_(0, rows, spacing * signs / math.sqrt(3)))
     return LayerKV(*parts)
 
 

@@ -247,11 +247,12 @@ class SubspaceCodec:
         stored = torch.split(raw.cpu(), ends)
         rounding = 0.0
         if self._rounds and not are_errors:
-            place = {"start_token": start_token, "num_tokens": num_tokens}
-            num_first = segment.num_first_tokens
+            # The first tokens are stored as they are.
+            rounded = self._device.from_host(index[index >= segment.num_first_tokens])
             rounding = self.sample(
-                lambda layer: rounding_errors(read(layer), num_first),
-                **place,
+                lambda layer: rounding_errors(read(layer), rounded),
+                start_token=start_token,
+                num_tokens=num_tokens,
                 attention=attention,
                 are_errors=True,
             ).all_lost
