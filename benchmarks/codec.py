@@ -1,5 +1,4 @@
-"""``python -m benchmarks.codec --json FILE``: speed and size of the subspace codec, and of its coders
-alone."""
+"""``python -m benchmarks.codec --json FILE``: speed and size of the subspace codec and its coders."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ from krul_backend.codec.subspace.encoders import GroupEncoders
 from krul_backend.codec.subspace.sample import SegmentSample
 from krul_sglang.config import KrulConfig
 from krul_sglang.learning.command import cut_pieces, own_texts
-from krul_sglang.learning.reader import TextReader, pooled
+from krul_sglang.learning.model_kv import pooled
+from krul_sglang.learning.reader import TextReader
 from krul_sglang.models.find import find_model
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ def row(coder: RansCoder, levels: Levels, scales: Scales, shifts: Shifts, repeat
     def decode(target: Any) -> None:
         coder.decode(encoded.data, encoded.record_num_bytes, scales, target)
 
+    millions = levels.size / 1e6
     decode(values)
     decode(out)
     if not np.array_equal(out, levels):
@@ -96,11 +97,9 @@ def row(coder: RansCoder, levels: Levels, scales: Scales, shifts: Shifts, repeat
         "coder": "rans",
         "num_tokens": levels.shape[0],
         "num_coefficients": levels.shape[1],
-        "encode_mlevels_s": levels.size
-        / 1e6
-        / _median_s(lambda: coder.encode(levels, scales, shifts), repeats),
-        "decode_mlevels_s": levels.size / 1e6 / _median_s(lambda: decode(out), repeats),
-        "decode_values_mlevels_s": levels.size / 1e6 / _median_s(lambda: decode(values), repeats),
+        "encode_mlevels_s": millions / _median_s(lambda: coder.encode(levels, scales, shifts), repeats),
+        "decode_mlevels_s": millions / _median_s(lambda: decode(out), repeats),
+        "decode_values_mlevels_s": millions / _median_s(lambda: decode(values), repeats),
         "bits_per_level": 8 * len(encoded.data) / levels.size,
         "entropy_bits": float(expected_bits(levels, scales, shifts).sum()) / levels.size,
     }

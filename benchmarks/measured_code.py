@@ -31,7 +31,7 @@ _LEARNING = "krul_sglang/learning krul_sglang/engine/budget/coarse.py"
 _SIMULATION = "benchmarks/simulate benchmarks/planners.py krul_sglang/sizing/on_paper.py"
 _LAUNCHES = "benchmarks/launches krul_sglang/engine krul_sglang/adapter/head_attention.py"
 PARTS = {
-    "benchmarks.codec": _parts("benchmarks/codec.py krul_sglang/learning/reader.py", _CODEC),
+    "benchmarks.codec": _parts("benchmarks/codec.py krul_sglang/learning", _CODEC),
     "benchmarks.quality": _parts(f"{_QUALITY} {_LEARNING}", f"{_CODEC} strategy"),
     "benchmarks.tiers": _parts("benchmarks/tiers", f"{_TIERS} {_TIERS_USE}"),
     "benchmarks.scale": _parts("benchmarks/scale.py benchmarks/tiers", f"{_TIERS} {_TIERS_USE}"),

@@ -29,7 +29,8 @@ from krul_backend.codec.registry import ModelCodecs
 from krul_backend.codec.subspace.bases import ModelBases
 from krul_backend.codec.subspace.codec import SubspaceCodec
 from krul_sglang.learning.bases import LearningPlan, learn_bases
-from krul_sglang.learning.reader import TextReader, rotary_table
+from krul_sglang.learning.model_kv import rotary_table
+from krul_sglang.learning.reader import TextReader
 from krul_sglang.models.find import find_model
 
 logger = logging.getLogger(__name__)

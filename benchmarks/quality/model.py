@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from krul_backend.attention.rows import QueryRows
 from krul_backend.codec.layout import LayerKV, LayerShape
-from krul_sglang.learning.reader import POOL_DTYPE, dynamic_cache, observed_attention
+from krul_sglang.learning.model_kv import POOL_DTYPE, dynamic_cache
+from krul_sglang.learning.reader import observed_attention
 
 VisibleTokens = Sequence[Tensor]
 """Per layer bool ``[Hkv, T]``: which history tokens the query heads of a KV head see."""

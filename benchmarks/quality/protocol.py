@@ -28,7 +28,7 @@ from krul_backend.attention.rows import QueryRows, accumulate, sample_positions
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.layout import LayerKV
 from krul_backend.strategy.strategy import Pair
-from krul_sglang.learning.reader import pooled
+from krul_sglang.learning.model_kv import pooled
 
 PAGE_SIZE = 16
 

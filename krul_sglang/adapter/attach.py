@@ -61,7 +61,7 @@ def attach_turn_capture(model_runner: Any, config: KrulConfig) -> QueryCapture |
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-    from krul_sglang.learning.reader import HYBRID_MODELS, LATENT_MODELS
+    from krul_sglang.learning.model_kv import HYBRID_MODELS, LATENT_MODELS
 
     kind = model_runner.model_config.hf_config.model_type
     if isinstance(model_runner.token_to_kv_pool, MLATokenToKVPool):

@@ -103,7 +103,7 @@ def build_cache(ctx: Any) -> Any:
     from krul_sglang.engine.common.agreement import RankAgreement
     from krul_sglang.engine.common.served_model import checkpoint_of, identify_model
     from krul_sglang.engine.common.store_connection import connect_store
-    from krul_sglang.learning.reader import BARE_MODELS
+    from krul_sglang.learning.model_kv import BARE_MODELS
 
     runner = ctx.tp_worker.model_runner
     runtime = KrulRuntime.of(runner)

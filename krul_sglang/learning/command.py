@@ -27,6 +27,7 @@ import krul_sglang
 from krul_backend.codec.subspace.bases import ModelBases, replace_bases, vector_size
 from krul_backend.device import Device
 from krul_backend.errors import CodecError
+from krul_sglang.learning import model_kv
 from krul_sglang.learning.bases import (
     LearningError,
     LearningPlan,
@@ -34,15 +35,7 @@ from krul_sglang.learning.bases import (
     learning_num_bytes,
     stored_num_bytes,
 )
-from krul_sglang.learning.reader import (
-    TextReader,
-    kv_shape,
-    layers_with_kv,
-    norm_name,
-    pool_layers,
-    states_bytes,
-    text_model,
-)
+from krul_sglang.learning.reader import TextReader
 from krul_sglang.models.checkpoint import Checkpoint, UnknownWeightsError, bases_path
 
 _ASSETS = Path(krul_sglang.__file__).parent / "assets"
@@ -240,7 +233,7 @@ def memory_of_learning(checkpoint: Checkpoint, tp_size: int) -> int:
     """
     whole = _config_of(checkpoint)
     quantization, config = getattr(whole, "quantization_config", None), whole.get_text_config()
-    plan, num_layers, shape = LearningPlan(), len(pool_layers(config)), kv_shape(config)
+    plan, num_layers, shape = LearningPlan(), len(model_kv.pool_layers(config)), model_kv.kv_shape(config)
     # In float32: both ends of the model, one layer as it comes from files, and predictions.
     ends = 2 * 4 * config.vocab_size * config.hidden_size
     file_bits = 16 if quantization is None else 8 if quantization.get("quant_method") == "fp8" else 4
@@ -249,12 +242,10 @@ def memory_of_learning(checkpoint: Checkpoint, tp_size: int) -> int:
     predictions = 4 * 8 * num_predicted * config.vocab_size
     token_bytes = plan.read_tokens * vector_size(shape) * shape.dtype.itemsize
     hidden = num_predicted * 4 * config.hidden_size
-    of_text = (
-        len(layers_with_kv(config)) * token_bytes + config.num_hidden_layers * hidden + states_bytes(config)
-    )
-    return int(ends + layer + predictions + NUM_PIECES * of_text) + learning_num_bytes(
-        shape, num_layers, tp_size
-    )
+    num_kv_layers, states = len(model_kv.layers_with_kv(config)), model_kv.states_bytes(config)
+    of_text = num_kv_layers * token_bytes + config.num_hidden_layers * hidden + states
+    of_bases = learning_num_bytes(shape, num_layers, tp_size)
+    return int(ends + layer + predictions + NUM_PIECES * of_text) + of_bases
 
 
 def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
@@ -299,11 +290,11 @@ def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, TextReader]:
     ends = read_part(None)
 
     def load_layer(layer: int) -> Any:
-        module = text_model(read_part(layer)).layers[layer]
+        module = model_kv.text_model(read_part(layer)).layers[layer]
         for each in module.modules():
             if hasattr(each, "config"):
                 # There attention is observed.
-                each.config = text_model(ends).config
+                each.config = model_kv.text_model(ends).config
         return module
 
     return tokenizer, TextReader(ends, load_layer=load_layer)
@@ -331,7 +322,7 @@ def _part_of_model(config: Any, layer: int | None) -> Any:
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            base = text_model(self)
+            base = model_kv.text_model(self)
             for name, _ in [*self.model.named_children()] if base is not self.model else ():
                 if name != "language_model":
                     setattr(self.model, name, nn.Identity())
@@ -341,7 +332,7 @@ def _part_of_model(config: Any, layer: int | None) -> Any:
             if layer is not None:
                 base.set_input_embeddings(nn.Identity())
                 self.lm_head = nn.Identity()
-                setattr(base, norm_name(base), nn.Identity())
+                setattr(base, model_kv.norm_name(base), nn.Identity())
                 self.all_tied_weights_keys: dict[str, str] = {}
 
     # By its name the library knows how weights are named in files.

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -19,25 +18,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from krul_backend.attention.rows import QueryRows, attention_drawn, sample_positions
-from krul_backend.codec.layout import LayerKV, LayerShape, ReadLayer
+from krul_backend.codec.layout import LayerKV, ReadLayer
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.codec.subspace.learning import LearningText
-from krul_backend.errors import CodecError
+from krul_sglang.learning import model_kv
 
 logger = logging.getLogger(__name__)
-
-POOL_DTYPE = torch.bfloat16
-"""What a server's KV pool holds; the model itself may compute in another dtype."""
-
-LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
-"""The models with latent KV (MLA) that are read, by their configuration's ``model_type``."""
-
-HYBRID_MODELS = ("lfm2", "qwen3_next", "nemotron_h", "gpt_oss", "mellum")
-"""The models that are read, likewise, of which servers keep in their pool of all tokens the KV of layers with
-full attention alone. The others are recurrent, or have windows."""
-
-BARE_MODELS = ("nemotron_h",)
-"""Those of them whose keys have no rotary embedding."""
 
 _NAME = "krul_capture"
 
@@ -124,19 +110,19 @@ class TextReader:
         self, model: Any, *, query_rows: int = 256, load_layer: Callable[[int], Any] | None = None
     ) -> None:
         self._model = model
-        self._base = base = text_model(model)
+        self._base = base = model_kv.text_model(model)
         self._query_rows = query_rows
         self._load_layer = base.layers.__getitem__ if load_layer is None else load_layer
         config = base.config
         self._num_model_layers: int = config.num_hidden_layers
-        self._with_kv = layers_with_kv(config)
-        self.layer_ids = pool_layers(config)
+        self._with_kv = model_kv.layers_with_kv(config)
+        self.layer_ids = model_kv.pool_layers(config)
         self.num_layers = len(self.layer_ids)
-        self.shape = kv_shape(config)
-        self.is_latent = is_latent(config)
+        self.shape = model_kv.kv_shape(config)
+        self.is_latent = model_kv.is_latent(config)
         self.rotary: RotaryTable | None = None
-        if config.model_type not in BARE_MODELS:
-            on_device = rotary_table(model, config.max_position_embeddings)
+        if config.model_type not in model_kv.BARE_MODELS:
+            on_device = model_kv.rotary_table(model, config.max_position_embeddings)
             self.rotary = RotaryTable(on_device.cos.cpu(), on_device.sin.cpu(), is_neox=on_device.is_neox)
         model.requires_grad_(False)
 
@@ -195,8 +181,8 @@ class TextReader:
         cache = DynamicCache()
         with observed_attention(self._base, lambda *of_layer: taken.append(of_layer)):
             left = self._passed(hidden, cache).cpu()
-        kv = pooled(_from_cache(self._base.config, cache.layers[0].keys, cache.layers[0].values))
-        kv = LayerKV(kv.k.cpu(), kv.v.cpu())
+        (layer,) = cache.layers
+        kv = model_kv.from_cache(self._base.config, layer.keys.cpu(), layer.values.cpu())
         if self.is_latent:
             return left, kv, torch.ones(1, 1, len(kv.k))
         ((_, queries, keys, _, scaling),) = taken
@@ -204,7 +190,7 @@ class TextReader:
         positions = sample_positions(0, num_tokens, self._query_rows)
         kv_heads = torch.arange(num_heads) // (num_heads // keys.shape[1])
         rows = QueryRows(queries[positions.to(queries.device)][None], positions, kv_heads, scaling)
-        return left, kv, attention_drawn(rows, lambda layer: keys, 0, num_tokens).cpu()
+        return left, kv, attention_drawn(rows, lambda _: keys, 0, num_tokens).cpu()
 
     def to_learn(self, texts: Sequence[ReadText], seeds: Sequence[int]) -> Iterator[list[LearningText]]:
         """What bases are learned from, of each text one layer after the other, the last layer first. Each has
@@ -250,10 +236,8 @@ class TextReader:
                 own, is_replaced = text.before[layer], layer in self.layer_ids
                 befores += [own, replaced(self.layer_ids.index(layer)) if is_replaced else own]
             with self._only(layer):
-                hidden = [
-                    self._after(before, entering).cpu()
-                    for entering, before in zip(hidden, befores, strict=True)
-                ]
+                pairs = zip(befores, hidden, strict=True)
+                hidden = [self._after(before, entering).cpu() for before, entering in pairs]
         found = []
         with self._only(None):
             for true, other in zip(hidden[::2], hidden[1::2], strict=True):
@@ -286,23 +270,21 @@ class TextReader:
         """What leaves the layer that is here when ``hidden [T, any]`` enters it, after the KV or the states
         ``before``."""
         if not isinstance(before, States):
-            return self._passed(hidden, dynamic_cache(self._base, [before]))
+            return self._passed(hidden, model_kv.dynamic_cache(self._base, [before]))
         copies = [state.to(self._model.device, copy=True) for state in before]
         return self._passed(hidden, _cache_of_states(copies))
 
     def _passed(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
         """The same after what the layer's ``cache`` has, to which the KV of ``hidden`` is added."""
         entering = hidden.to(self._model.device)[None]
-        left: torch.Tensor = self._base(
-            inputs_embeds=entering, past_key_values=cache, use_cache=True
-        ).last_hidden_state[0]
+        passed = self._base(inputs_embeds=entering, past_key_values=cache, use_cache=True)
+        left: torch.Tensor = passed.last_hidden_state[0]
         return left
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[T, V]``, of what leaves the last layer."""
-        logits: torch.Tensor = self._model(
-            inputs_embeds=hidden.to(self._model.device)[None], use_cache=False
-        ).logits[0]
+        passed = self._model(inputs_embeds=hidden.to(self._model.device)[None], use_cache=False)
+        logits: torch.Tensor = passed.logits[0]
         return logits
 
     @contextmanager
@@ -310,11 +292,11 @@ class TextReader:
         """Within this context the model is this one layer without the end; or only the end, if None."""
         base, config = self._base, self._base.config
         layers, types = base.layers, getattr(config, "layer_types", None)
-        last_norm = getattr(base, norm_name(base))
+        last_norm = getattr(base, model_kv.norm_name(base))
         modules: list[Any] = []
         if layer is not None:
             modules = [self._load_layer(layer)]
-            setattr(base, norm_name(base), nn.Identity())
+            setattr(base, model_kv.norm_name(base), nn.Identity())
             if types is not None:
                 config.layer_types = types[layer : layer + 1]
         mixers = [each for module in modules for each in module.modules() if hasattr(each, "layer_idx")]
@@ -326,7 +308,7 @@ class TextReader:
             yield
         finally:
             base.layers = layers
-            setattr(base, norm_name(base), last_norm)
+            setattr(base, model_kv.norm_name(base), last_norm)
             if types is not None:
                 config.layer_types = types
             for mixer in mixers:
@@ -348,129 +330,6 @@ def _cache_of_states(states: Sequence[torch.Tensor]) -> Any:
     for state, update in zip(states, (layer.update_conv_state, layer.update_recurrent_state), strict=False):
         update(state)
     return Cache(layers=[layer])
-
-
-def text_model(model: Any) -> Any:
-    """Return the part of a Hugging Face model that holds its decoder layers, without what sees images."""
-    return getattr(model.model, "language_model", model.model)
-
-
-def norm_name(base: Any) -> str:
-    """Return the attribute name of the norm behind a Hugging Face model's last layer."""
-    return next(name for name in ("norm", "embedding_norm", "norm_f") if hasattr(base, name))
-
-
-def layers_with_kv(config: Any) -> Sequence[int]:
-    """Return the layers with KV, of all tokens or of a window, by their number in the model, for a Hugging
-    Face configuration."""
-    kinds = ("full_attention", "sliding_attention")
-    return [layer for layer, kind in enumerate(_layer_types(config)) if kind in kinds]
-
-
-def pool_layers(config: Any) -> Sequence[int]:
-    """Return the layers whose KV servers keep in the pool of all tokens, likewise.
-
-    Raises CodecError for models of which other layers have states, but ``HYBRID_MODELS``.
-    """
-    found, is_hybrid = layers_with_kv(config), config.model_type in HYBRID_MODELS
-    if len(found) < config.num_hidden_layers and not is_hybrid:
-        names = " and ".join(HYBRID_MODELS)
-        raise CodecError(f"of hybrid models there are bases for {names}, not for {config.model_type}")
-    types = _layer_types(config)
-    return [layer for layer in found if types[layer] == "full_attention" or not is_hybrid]
-
-
-def _layer_types(config: Any) -> Sequence[str]:
-    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-
-
-def states_bytes(config: Any) -> int:
-    """The bytes of the states behind one history, for a Hugging Face configuration. Those of convolutions are
-    small, and not counted."""
-    gated = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-    mamba = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size")
-    of_layer = sum(prod(getattr(config, name, 0) for name in names) for names in (gated, mamba))
-    return 4 * of_layer * (getattr(config, "layer_types", None) or []).count("linear_attention")
-
-
-def is_latent(config: Any) -> bool:
-    """Whether a Hugging Face configuration is of ``LATENT_MODELS``.
-
-    Raises CodecError for other models with latent KV.
-    """
-    kind = config.model_type
-    if kind not in LATENT_MODELS and hasattr(config, "kv_lora_rank"):
-        raise CodecError(f"of latent KV there are bases for {' and '.join(LATENT_MODELS)}, not for {kind}")
-    return kind in LATENT_MODELS
-
-
-def kv_shape(config: Any) -> LayerShape:
-    """The KV of a layer as a server's pool holds it, for a Hugging Face configuration: see ``DevicePool``.
-
-    Raises CodecError: see ``is_latent``.
-    """
-    if is_latent(config):
-        return LayerShape(1, config.qk_rope_head_dim, config.kv_lora_rank, POOL_DTYPE)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return LayerShape(config.num_key_value_heads, head_dim, head_dim, POOL_DTYPE)
-
-
-def rotary_table(model: Any, max_positions: int) -> RotaryTable:
-    """Return the rotary table of a Hugging Face model's layers in the pool of all tokens, on its device.
-
-    Raises CodecError if these have more than one.
-    """
-    base = text_model(model)
-    embedding, config = base.rotary_emb, base.config
-    of_kind = "full_attention_" if hasattr(embedding, "full_attention_inv_freq") else ""
-    if of_kind and config.model_type not in HYBRID_MODELS:
-        raise CodecError(f"layers with windows of {config.model_type} have a rotary embedding of their own")
-    frequencies: torch.Tensor = getattr(embedding, f"{of_kind}inv_freq")
-    positions = torch.arange(max_positions, device=frequencies.device)
-    angles = positions[:, None].float() * frequencies[None, :].float()
-    scale = float(getattr(embedding, f"{of_kind}attention_scaling"))
-    is_neox = not is_latent(config) or not _pairs_neighbours(config)
-    return RotaryTable(angles.cos() * scale, angles.sin() * scale, is_neox=is_neox)
-
-
-def _pairs_neighbours(config: Any) -> bool:
-    """Whether the rotary embedding of one of ``LATENT_MODELS`` turns neighbouring channels together."""
-    return bool(getattr(config, "rope_interleave", True))
-
-
-def _from_cache(config: Any, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
-    """A layer's KV as a pool holds it, of what a Hugging Face cache has: ``[1, Hkv, T, any]``. Caches of
-    latent KV have its latent part for keys, its rotary one for values."""
-    first, second = (part[0].transpose(0, 1) for part in (keys, values))
-    if not is_latent(config):
-        return LayerKV(first, second)
-    if _has_halves(config):
-        second = torch.stack(second.chunk(2, dim=-1), dim=-1).flatten(-2)
-    return LayerKV(second, first)
-
-
-def _has_halves(config: Any) -> bool:
-    """Whether a cache has the first channels of all pairs, then the second ones, where a pool has pairs."""
-    return config.model_type != "deepseek_v2" and _pairs_neighbours(config)
-
-
-def dynamic_cache(model: Any, layers: Sequence[LayerKV]) -> Any:
-    """Return a Hugging Face cache that holds ``layers``, in the type that the model computes in."""
-    cache = DynamicCache()
-    for layer, kv in enumerate(layers):
-        parts = (kv.k, kv.v)
-        if is_latent(model.config):
-            rotary = torch.cat([kv.k[..., ::2], kv.k[..., 1::2]], -1) if _has_halves(model.config) else kv.k
-            parts = (kv.v, rotary)
-        # [T, Hkv, D] -> [1, Hkv, T, D]
-        keys, values = (x.transpose(0, 1)[None].to(model.device, model.dtype) for x in parts)
-        cache.update(keys, values, layer)
-    return cache
-
-
-def pooled(kv: LayerKV) -> LayerKV:
-    """Return ``kv`` in the pool's type, contiguous."""
-    return LayerKV(kv.k.to(POOL_DTYPE).contiguous(), kv.v.to(POOL_DTYPE).contiguous())
 
 
 def _gradient(leaf: torch.Tensor) -> torch.Tensor:

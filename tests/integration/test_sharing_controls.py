@@ -17,7 +17,7 @@ from benchmarks.variants import make_variant
 from krul_backend.codec.pairs.selectors import Evidence, KrulSelector, StrategySelector, UnsharedSelector
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.strategy.strategy import Pair, Precision, Strategy
-from krul_sglang.learning.reader import rotary_table
+from krul_sglang.learning.model_kv import rotary_table
 from krul_sglang.models.find import REFERENCE_MODEL
 
 NUM_LAYERS = 24

@@ -20,6 +20,7 @@ MAY_MOVE_TENSORS = {
     "backend/krul_backend/codec/subspace/vectors.py": "numbers of tokens, whose coefficients are waited for",
     "backend/krul_backend/codec/subspace/coded_tail.py": "the reference: nothing moves on a CPU",
     "krul_sglang/learning/command.py": "before anything is served",
+    "krul_sglang/learning/model_kv.py": "before anything is served",
     "krul_sglang/learning/reader.py": "before anything is served",
     "krul_sglang/adapter/model_bases.py": "once, when bases are loaded",
     "krul_sglang/adapter/start_proof.py": "at start only",
@@ -58,9 +59,8 @@ def moves_a_tensor(node: ast.AST) -> bool:
     if dotted(node.func) in ("torch.tensor", "torch.as_tensor"):
         return any(keyword.arg == "device" for keyword in node.keywords)
     method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-    return method == "cuda" or (
-        method == "to" and any(dotted(argument).endswith("device") for argument in node.args)
-    )
+    to_device = method == "to" and any(dotted(argument).endswith("device") for argument in node.args)
+    return method == "cuda" or to_device
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Bases of models with recurrent layers beside attention, with tiny random ones: what is read, and its
-gradients."""
+"""Bases of tiny models with recurrent layers beside attention: what is read, and its gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ from transformers import AutoModelForCausalLM, BambaConfig, DynamicCache
 
 from krul_backend.codec.layout import LayerKV
 from krul_backend.errors import CodecError
-from krul_sglang.learning.reader import ReadText, TextReader, pool_layers
+from krul_sglang.learning.model_kv import pool_layers
+from krul_sglang.learning.reader import ReadText, TextReader
 from tests.support.tiny_model import (
     build_delta_rule_model,
     build_hybrid_model,
@@ -66,8 +66,7 @@ def log_probabilities(
     for number, kv in (own | dict(zip(reader.layer_ids, layers, strict=True))).items():
         of_layer = cache.layers[number]
         kept = slice(NUM_READ - of_layer.keys.shape[-2], None)
-        parts = (x[kept].transpose(0, 1)[None].to(model.dtype) for x in (kv.k, kv.v))
-        of_layer.keys, of_layer.values = parts
+        of_layer.keys, of_layer.values = (x[kept].transpose(0, 1)[None].to(model.dtype) for x in (kv.k, kv.v))
     output = model(torch.tensor([tokens[NUM_READ:]]), past_key_values=cache, use_cache=True)
     found: torch.Tensor = output.logits[0].log_softmax(-1)
     return found

@@ -39,7 +39,8 @@ from krul_sglang.learning.bases import (
     learning_num_bytes,
 )
 from krul_sglang.learning.command import cut_pieces, own_texts, read_texts
-from krul_sglang.learning.reader import History, TextReader, dynamic_cache, pooled
+from krul_sglang.learning.model_kv import dynamic_cache, pooled
+from krul_sglang.learning.reader import History, TextReader
 from krul_sglang.models.checkpoint import Checkpoint
 from tests.support.tiny_model import build_tiny_model, random_llama
 

@@ -34,7 +34,7 @@ from krul_backend.attention.rows import QueryRows, accumulate
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.registry import ModelCodecs
 from krul_backend.strategy.strategy import Strategy
-from krul_sglang.learning.reader import pooled, rotary_table
+from krul_sglang.learning.model_kv import pooled, rotary_table
 from tests.support.codec_builders import encode_all
 from tests.support.tiny_model import random_llama
 

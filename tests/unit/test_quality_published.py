@@ -12,7 +12,7 @@ from krul_backend.attention.rows import QueryRows
 from krul_backend.attention.statistics import AttentionStatistics
 from krul_backend.codec.layout import LayerKV
 from krul_backend.codec.rotary import RotaryTable
-from krul_sglang.learning.reader import pooled, rotary_table
+from krul_sglang.learning.model_kv import pooled, rotary_table
 from tests.support.tiny_model import random_llama
 
 NUM_TOKENS, NUM_LAYERS = 320, 3

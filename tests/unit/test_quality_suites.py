@@ -28,7 +28,7 @@ from benchmarks.quality.configuration import Configuration, Suite
 from benchmarks.quality.conversation import BenchmarkError, chat_turns
 from benchmarks.quality.model import HistoryModel, token_slice
 from benchmarks.quality.teacher_forced import learning_documents
-from krul_sglang.learning.reader import pooled
+from krul_sglang.learning.model_kv import pooled
 from reference_model.corpus import Corpus
 from tests.support.tiny_model import random_llama
 
