@@ -1,4 +1,4 @@
-"""What a Hugging Face model says of its KV: the layers that have it, its shape, rotary table and caches."""
+"""Reads of Hugging Face models which layers have KV, in what shape and caches, and their rotary tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from krul_backend.codec.rotary import RotaryTable
 from krul_backend.errors import CodecError
 
 POOL_DTYPE = torch.bfloat16
-"""What a server's KV pool holds; the model itself may compute in another dtype."""
+"""The type of the numbers in a server's KV pool; the model itself may compute in another one."""
 
 LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """The models with latent KV (MLA) that are read, by their configuration's ``model_type``."""
@@ -62,8 +62,8 @@ def _layer_types(config: Any) -> Sequence[str]:
 
 
 def states_bytes(config: Any) -> int:
-    """The bytes of the states behind one history, for a Hugging Face configuration. Those of convolutions are
-    small, and not counted."""
+    """Return the bytes of the states behind one history, for a Hugging Face configuration. Those of
+    convolutions are small, and not counted."""
     gated = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
     mamba = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size")
     of_layer = sum(prod(getattr(config, name, 0) for name in names) for names in (gated, mamba))
@@ -71,7 +71,7 @@ def states_bytes(config: Any) -> int:
 
 
 def is_latent(config: Any) -> bool:
-    """Whether a Hugging Face configuration is of ``LATENT_MODELS``.
+    """Return whether a Hugging Face configuration is that of one of ``LATENT_MODELS``.
 
     Raises CodecError for other models with latent KV.
     """
@@ -82,7 +82,7 @@ def is_latent(config: Any) -> bool:
 
 
 def kv_shape(config: Any) -> LayerShape:
-    """The KV of a layer as a server's pool holds it, for a Hugging Face configuration: see ``DevicePool``.
+    """Return the shape of a layer in a server's pool, for a Hugging Face configuration; see ``DevicePool``.
 
     Raises CodecError: see ``is_latent``.
     """
@@ -111,7 +111,7 @@ def rotary_table(model: Any, max_positions: int) -> RotaryTable:
 
 
 def _pairs_neighbours(config: Any) -> bool:
-    """Whether the rotary embedding of one of ``LATENT_MODELS`` turns neighbouring channels together."""
+    """Return whether the rotary embedding of one of ``LATENT_MODELS`` pairs neighbouring channels."""
     return bool(getattr(config, "rope_interleave", True))
 
 
@@ -127,7 +127,7 @@ def from_cache(config: Any, keys: torch.Tensor, values: torch.Tensor) -> LayerKV
 
 
 def _has_halves(config: Any) -> bool:
-    """Whether a cache has the first channels of all pairs, then the second ones, where a pool has pairs."""
+    """Return whether a cache has the first channels of all pairs before the second ones, unlike a pool."""
     return config.model_type != "deepseek_v2" and _pairs_neighbours(config)
 
 
