@@ -37,6 +37,7 @@ _SENTENCES = {
     "sooner": "they were stored, but computing them was planned to be sooner than loading them",
     "unreadable": "they were stored in a way that cannot be decoded here, and are stored again",
     "bases": "they were stored in bases that this server does not have yet",
+    "no room": "they were stored, but memory had no room for what the tiers below it had of them",
     "unplannable": "they were stored, but not on every rank, or reading their tier has no known cost yet",
     "changed": "they were stored, but what was on the device had changed since they were found",
     "unused": "they were stored, but no load was planned: no room on the device, or the request waits",

@@ -13,7 +13,7 @@ from krul_backend.errors import TierReadError
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import Lease, LowerCopy, Prefetched, SegmentSlice, SegmentTail
-from krul_backend.tiers.common.read_queue import ReadQueue
+from krul_backend.tiers.common.read_queue import ReadPriority, ReadQueue
 from krul_backend.tiers.dram.host_store import HostStore
 from krul_backend.tiers.ssd.ssd_tier import SsdTier
 from tests.support.present import present
@@ -391,7 +391,7 @@ def test_a_prefetch_of_tails_brings_a_part_and_a_later_one_completes_it(rig: OnS
     assert rig.store.prefetch(lease, [PART]) == Prefetched(0), "all of that is here"
     assert rig.store.prefetch(lease, [None]) == Prefetched(0)
     assert rig.disk.num_bytes_read == 0
-    assert rig.store.prefetch(lease, [MORE], is_rest=True) == Prefetched(3)
+    assert rig.store.prefetch(lease, [MORE], ReadPriority.REST) == Prefetched(3)
     rig.wait_for_reads()
     missing = COMPLETED[0] - HELD[0]
     assert missing <= rig.disk.num_bytes_read <= missing + 8 * KIB
@@ -498,7 +498,7 @@ def test_the_rest_comes_after_all_that_other_prefetches_read(tmp_path: Path) -> 
         rig.ssd.reads_go_on.clear()
         for name, lease in leases.items():
             assert lease is not None
-            rig.store.prefetch(lease, is_rest=name == "b")
+            rig.store.prefetch(lease, priority=ReadPriority.REST if name == "b" else ReadPriority.PREFETCH)
         rig.ssd.reads_go_on.set()
         wait_until(lambda: rig.store.stats().fetched_segments == 4)
         assert order == ["a/0", "c/0", "d/0", "b/0"]

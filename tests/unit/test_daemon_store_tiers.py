@@ -9,6 +9,7 @@ import pytest
 from krul_backend.errors import TierReadError
 from krul_backend.planner.interface import TierCost
 from krul_backend.tiers.common.interface import Prefetched, SegmentTail
+from krul_backend.tiers.common.read_queue import ReadPriority
 from tests.support.daemon_builders import WatchedStore, serving
 from tests.support.present import present
 from tests.support.store_builders import lease_pages, put, wait_until
@@ -86,7 +87,7 @@ def test_prefetched_pages_are_in_dram_by_the_time_of_the_lease(rig: Rig, store: 
 def test_a_prefetch_of_tails_reads_no_more(rig: Rig, store: WatchedStore) -> None:
     put_below(rig.ssd, "c", 0, 3, range_bytes=20)
     lease = present(lease_pages(store, "c", 0, 3))
-    assert store.prefetch(lease, [SegmentTail((4, 8), (55, 30))], is_rest=True) == Prefetched(3)
+    assert store.prefetch(lease, [SegmentTail((4, 8), (55, 30))], ReadPriority.REST) == Prefetched(3)
     wait_until(lambda: store.stats().fetched_segments == 1)
     assert rig.ssd.num_bytes_read == 60 + 40
     store.release(lease)

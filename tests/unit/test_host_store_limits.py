@@ -13,6 +13,7 @@ import xxhash
 from krul_backend.errors import ConfigError, StoreClosedError, TierReadError
 from krul_backend.tiers.common.eviction import LruPolicy, ValuePolicy, make_policy
 from krul_backend.tiers.common.hint import Hint
+from krul_backend.tiers.common.interface import LayerStatus, Lease
 from krul_backend.tiers.dram.dram_books import DramBooks
 from krul_backend.tiers.dram.eviction_plan import MAX_FREE_SHARE, MAX_VISITED, Candidate
 from krul_backend.tiers.dram.host_store import HostStore
@@ -300,6 +301,23 @@ def test_a_failed_arrival_is_gone_at_once(store: HostStore, ends_early: bool) ->
     assert store.stats().used_bytes == 256
     store.release(lease)
     assert store.stats().used_bytes == 0
+
+
+def test_who_is_told_that_an_arrival_failed_does_not_find_it_again(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrival, fail, found = admit(store), LayerStatus.fail, list[Lease | None]()
+    asking = threading.Thread(target=lambda: found.append(lease_pages(store, "c", 0, 2)))
+
+    def fail_and_ask(status: LayerStatus) -> None:
+        fail(status)
+        asking.start()
+        asking.join(0.05)
+
+    monkeypatch.setattr(LayerStatus, "fail", fail_and_ask)
+    arrival.fail()
+    asking.join(20)
+    assert found == [None]
 
 
 def test_a_reader_gives_up_waiting_for_a_layer(store: HostStore) -> None:

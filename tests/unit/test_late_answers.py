@@ -90,7 +90,7 @@ class LeaseBook:
             tiers = self._rng.choice((("dram",), ("dram", "ssd"), ("ssd",)))
             return Lease(self._num_granted, num_pages, tuple(self._slice(tier) for tier in tiers))
 
-    def prefetch(self, lease: Lease, tails: object = None, *, is_rest: bool = False) -> Prefetched:
+    def prefetch(self, lease: Lease, tails: object = None, priority: object = None) -> Prefetched:
         self._take_time()
         return Prefetched(1, self._rng.choice((None, None, "no room")))
 

@@ -198,21 +198,6 @@ def test_a_forward_gives_up_after_its_loader_should_have(clock: SetTime) -> None
         batch.wait_layer(0)
 
 
-def test_heads_are_not_begun_before_there_is_room_for_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make_batch()
-    is_waiting = begins_to_wait(batch, monkeypatch)
-    with in_threads() as start:
-        waiting = start(batch.wait_begun)
-        assert is_waiting.wait(PATIENCE_S)
-        assert not waiting.done()
-        batch.begun()
-        waiting.result(PATIENCE_S)
-    refused = make_batch()
-    refused.fail(OSError("no room"))
-    with pytest.raises(LoadFailedError, match="no room"):
-        refused.wait_begun()
-
-
 def test_a_failed_load_does_not_keep_what_its_frames_hold() -> None:
     """What was fetched is memory that recomputing may need."""
     batch = make_batch()

@@ -311,6 +311,17 @@ def test_a_plan_that_does_without_may_be_to_compute_everything(full: Rig) -> Non
     full.host.abort(reservation)
 
 
+def test_what_has_no_room_is_computed_without_a_load(rig: Rig) -> None:
+    """A load that failed for it would fail those of its batch, too."""
+    reservation = fill(rig)
+    held = rig.take()
+    assert rig.plan_load(held) is None
+    counters = rig.planning.counters
+    assert (rig.planning.declined, counters.without_room, counters.loads) == ("no room", 1, 0)
+    rig.host.abort(reservation)
+    rig.load(present(rig.plan_load(held)))
+
+
 def test_those_that_wait_give_the_room_to_complete_a_part(full: Rig) -> None:
     held = full.take()
     for number in range(3):

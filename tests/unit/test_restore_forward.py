@@ -151,7 +151,6 @@ class Rig:
         self.batch = LoadBatch(
             loads, NUM_LAYERS, Device(torch.device("cpu")), patience_s, agreement=agreement
         )
-        self.batch.begun()
         self.heads = FakeHeads(self.log)
         self.prefill = FakePrefill(self.log)
         self.entered: list[int] = []

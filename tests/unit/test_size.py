@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 50_370),
+    "product": (PRODUCT, 50_360),
     "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 16_050),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
@@ -25,11 +25,11 @@ LIMITS = {
     ),
     "store, tiers, daemon": (
         tuple(f"backend/krul_backend/{room}" for room in ("store", "tiers", "daemon")),
-        17_440,
+        17_430,
     ),
     "demo": (("demo",), 1_910),
     "benchmarks": (("benchmarks",), 10_745),
-    "tests": (("tests",), 67_705),
+    "tests": (("tests",), 67_720),
     "tests/support": (("tests/support",), 6_588),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

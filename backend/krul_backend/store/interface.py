@@ -17,9 +17,10 @@ from krul_backend.tiers.common.interface import (
     Prefetched,
     Reservation,
     SegmentSlice,
-    SegmentTail,
     StoreStats,
+    Tails,
 )
+from krul_backend.tiers.common.read_queue import ReadPriority
 
 
 class KVStore(Protocol):
@@ -108,9 +109,7 @@ class KVStore(Protocol):
         """
 
     @abstractmethod
-    def fetch(
-        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None
-    ) -> tuple[SegmentSlice, ...]:
+    def fetch(self, lease: Lease, tails: Tails | None = None) -> tuple[SegmentSlice, ...]:
         """The lease's slices, with blocks: what lies in a lower tier starts to come into DRAM.
 
         ``tails[i]`` says what of slice ``i`` is read if it lies there; None is all of it. If DRAM has less
@@ -129,12 +128,11 @@ class KVStore(Protocol):
 
     @abstractmethod
     def prefetch(
-        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None, *, is_rest: bool = False
+        self, lease: Lease, tails: Tails | None = None, priority: ReadPriority = ReadPriority.PREFETCH
     ) -> Prefetched:
-        """Start to read into DRAM what ``fetch`` would, for a load that may come.
+        """Start to read into DRAM what ``fetch`` would, for a load that will come, or may.
 
-        ``is_rest``: it comes after all that other prefetches read. Stops where DRAM has no room, or where
-        enough is on its way.
+        Stops where DRAM has no room, or, unless ``priority`` is that of a load, where enough is on its way.
 
         Raises:
             KeyError: the lease is unknown or was released.

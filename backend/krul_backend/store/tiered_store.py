@@ -41,8 +41,8 @@ from krul_backend.tiers.common.interface import (
     SegmentDetails,
     SegmentInfo,
     SegmentSlice,
-    SegmentTail,
     StoreStats,
+    Tails,
 )
 from krul_backend.tiers.common.lower_tier import LowerTier
 from krul_backend.tiers.common.page_filter import PageFilter
@@ -165,19 +165,17 @@ class TieredStore(KVStore):
             raise StoreClosedError("the KV store was closed")
         return lease if parts else None
 
-    def fetch(
-        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None
-    ) -> tuple[SegmentSlice, ...]:
+    def fetch(self, lease: Lease, tails: Tails | None = None) -> tuple[SegmentSlice, ...]:
         slices: list[SegmentSlice] = []
         with self._locked(lease) as held:
             self._bring(held, tails, ReadPriority.LOAD, slices)
         return tuple(slices)
 
     def prefetch(
-        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None, *, is_rest: bool = False
+        self, lease: Lease, tails: Tails | None = None, priority: ReadPriority = ReadPriority.PREFETCH
     ) -> Prefetched:
         with self._locked(lease) as held:
-            return self._bring_ahead(held, tails, ReadPriority.REST if is_rest else ReadPriority.PREFETCH)
+            return self._bring_ahead(held, tails, priority)
 
     def prefetch_pages(
         self, model: ModelIdentity, page_keys: Sequence[str], token_ids: TokenIds
@@ -190,9 +188,7 @@ class TieredStore(KVStore):
         finally:
             self._end_lease(held)
 
-    def _bring_ahead(
-        self, held: TieredLease, tails: Sequence[SegmentTail | None] | None, priority: ReadPriority
-    ) -> Prefetched:
+    def _bring_ahead(self, held: TieredLease, tails: Tails | None, priority: ReadPriority) -> Prefetched:
         slices: list[SegmentSlice] = []
         refusal: Refusal | None = None
         try:
@@ -204,11 +200,7 @@ class TieredStore(KVStore):
         return Prefetched(sum(piece.end_page - piece.first_page for piece in arriving), refusal)
 
     def _bring(
-        self,
-        held: TieredLease,
-        tails: Sequence[SegmentTail | None] | None,
-        priority: ReadPriority,
-        slices: list[SegmentSlice],
+        self, held: TieredLease, tails: Tails | None, priority: ReadPriority, slices: list[SegmentSlice]
     ) -> None:
         """Start to read what is wanted of a lease, and add its slices, with blocks. What a load does not wait
         for stays held in its tier, too."""

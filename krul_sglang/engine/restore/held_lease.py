@@ -8,7 +8,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from krul_backend.segment import TokenIds
-from krul_backend.tiers.common.interface import CHECKSUM_BYTES, DRAM_TIER, Lease, SegmentSlice, SegmentTail
+from krul_backend.tiers.common.interface import (
+    CHECKSUM_BYTES,
+    DRAM_TIER,
+    Lease,
+    SegmentSlice,
+    SegmentTail,
+    Tails,
+)
 from krul_sglang.engine.common.moved_runs import MovedRun
 
 RENEW_INTERVAL_S = 0.05
@@ -32,9 +39,6 @@ class KeyRun:
 
 SegmentBytes = Mapping[Hashable, int]
 """Bytes of segments, by something that is the same in all tiers, and for a part of one."""
-
-Tails = Sequence[SegmentTail | None]
-"""What is wanted of each slice of a lease, as for ``KVStore.fetch``."""
 
 
 class Ahead(NamedTuple):

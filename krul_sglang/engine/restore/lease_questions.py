@@ -9,10 +9,11 @@ from itertools import chain
 
 from krul_backend.segment import ModelIdentity, TokenIds
 from krul_backend.store.interface import KVStore
-from krul_backend.tiers.common.interface import Lease, Prefetched, SegmentSlice
+from krul_backend.tiers.common.interface import Lease, Prefetched, SegmentSlice, Tails
+from krul_backend.tiers.common.read_queue import ReadPriority
 from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun
-from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun, PlanAhead, Tails
+from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun, PlanAhead
 
 
 def find_boundaries(store: KVStore, identity: ModelIdentity, page_keys: Sequence[str]) -> list[int]:
@@ -127,7 +128,8 @@ class RenewalRound:
             first, goal = plan_ahead(best)
             is_rest = all(map(SegmentSlice.holds, best.lease.slices, first))
             # Also if it was asked for before: not all may have come. What is on its way stays so.
-            prefetched = self.store.prefetch(best.lease, goal if is_rest else first, is_rest=is_rest)
+            priority = ReadPriority.REST if is_rest else ReadPriority.PREFETCH
+            prefetched = self.store.prefetch(best.lease, goal if is_rest else first, priority)
             if is_rest and prefetched.refusal is not None:
                 # Its load does without, and holds nobody up.
                 goal, prefetched = first, replace(prefetched, refusal=None)

@@ -184,7 +184,6 @@ class LoadBatch:
         self._landed: list[Event] = []
         self._write_stream: Any | None = None
         self._start_s = self._progress_s = time.monotonic()
-        self._has_begun = False
         self._is_standing = False
         self._error: BaseException | None = None
         self._is_abandoned = False
@@ -226,12 +225,6 @@ class LoadBatch:
         """A layer of the draft has come: the load does not stand still."""
         with self._changed:
             self._progress_s = time.monotonic()
-
-    def begun(self) -> None:
-        """There is room for all that comes from lower tiers, and it is on its way."""
-        with self._changed:
-            self._has_begun = True
-            self._changed.notify_all()
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
@@ -304,17 +297,6 @@ class LoadBatch:
             event = self._landed[layer]
         self._device.wait_for(event)
         self.wait_times[layer] = LayerTimes(begin, self.clock.mark())
-
-    def wait_begun(self) -> None:
-        """Wait until it is known whether there is room for the load: if not, no head is worth computing.
-
-        Raises:
-            LoadFailedError: it has failed.
-        """
-        with self._changed:
-            while not self._has_begun and self._error is None:
-                self._changed.wait(self._left_s())
-        self.check()
 
     def check(self) -> None:
         """Raises LoadFailedError if it has failed."""

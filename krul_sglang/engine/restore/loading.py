@@ -223,7 +223,6 @@ class LayerWiseLoader:
         ):
             for load in loads:
                 self._begin(load)
-            batch.begun()
             readers = [reader for load in loads for reader in load.readers]
             of_drafts = {} if self._drafts is None else self._drafts.lease(batch.loads, self._begin)
             of_states = [] if self._states is None else self._states.lease(loads, self._begin)

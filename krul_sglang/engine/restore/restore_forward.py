@@ -104,7 +104,7 @@ class RestoreForward:
         has_heads, failure = False, ""
         try:
             if self._agreement.num_ranks == 1:
-                batch.wait_begun()
+                batch.check()
             self._recompute(prefixes, trace)
             has_heads = True
             if self._heads is None:

@@ -13,9 +13,16 @@ import torch
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.errors import CodecError
 from krul_backend.planner import RestorePlan
-from krul_backend.tiers.common.interface import DRAM_TIER, DamageReason, Lease, SegmentSlice, SegmentTail
+from krul_backend.tiers.common.interface import (
+    DRAM_TIER,
+    DamageReason,
+    Lease,
+    SegmentSlice,
+    SegmentTail,
+    Tails,
+)
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS
-from krul_sglang.engine.restore.held_lease import Ahead, HeldLease, PlanAhead, Tails, whole_segments
+from krul_sglang.engine.restore.held_lease import Ahead, HeldLease, PlanAhead, whole_segments
 from krul_sglang.engine.restore.load_batch import Load, MovedKeys
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_planning import RestorePlanning

@@ -95,7 +95,7 @@ class PlanCounters:
     ``head_tokens`` of the first layer and ``prefix_tokens`` of all planned loads, which should take
     ``saved_s`` less than computing these prefixes. ``undecodable`` segments were leased and reported, since
     nothing here can decode them. ``out_of_memory``: how often there was no memory to open or plan a load,
-    which was refused then. ``without_room``: plans that did without what DRAM had no room to complete.
+    which was refused then. ``without_room``: plans that did without what DRAM had no room for.
     ``moved_loads`` brought back ``moved_tokens`` at other positions, or after other text, than those that
     they were computed with.
     """
@@ -188,11 +188,12 @@ class RestorePlanning:
 
         ``new_tokens`` follow the prefix in the request's own forward. ``readers`` are None on a rank that
         cannot read what it leased: then no rank loads it. If they read a moved run, what is before token
-        ``load_from`` is computed in every layer. If on any rank there is no room in DRAM to complete what
-        it has in part, as a plan wants (``has_room``), another one does without.
+        ``load_from`` is computed in every layer. If on any rank DRAM has no room for what a
+        plan wants from below (``has_room``), another one does with what DRAM has, if that is a part of each
+        segment.
         """
         request = device_tokens, new_tokens, load_from
-        found = self._agreed(readers, *request)
+        found, is_refused = self._agreed(readers, *request), False
         if (
             found is not None
             and readers is not None
@@ -200,17 +201,19 @@ class RestorePlanning:
             and not self._agreement.holds_on_all(has_room(found[1]))
         ):
             self.counters.without_room += 1
+            is_refused = True
             alone = [reader.seen_as(replace(reader.source, lower=None)) for reader in readers]
-            found = self._agreed(alone, *request)
+            is_here = all(reader.source.tier == DRAM_TIER for reader in readers)
+            found = self._agreed(alone if is_here else None, *request)
         if found is None:
             self.counters.refused += 1
-            self.declined = "unplannable"
+            self.declined = "no room" if is_refused else "unplannable"
             return None
         problem, plan = found
         total_tokens = problem.total_tokens
         if plan.is_recompute:
             self.counters.refused += 1
-            self.declined = "sooner"
+            self.declined = "no room" if is_refused else "sooner"
             self.costs.fade_overhead()
             self._batch_compute_s = problem.recompute_s
             return None

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from krul_backend.store.interface import KVStore
 from krul_backend.tiers.common.hint import Hint
-from krul_backend.tiers.common.interface import DRAM_TIER, FastCopies, Lease, Prefetched, SegmentSlice
+from krul_backend.tiers.common.interface import FastCopies, Lease, Prefetched, SegmentSlice, Tails
+from krul_backend.tiers.common.read_queue import ReadPriority
 from krul_sglang.engine.common.asking import AskingThread, Question
 from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.served_model import ServedModel
@@ -22,7 +23,6 @@ from krul_sglang.engine.restore.held_lease import (
     KeyRun,
     PlanAhead,
     Room,
-    Tails,
     num_bytes_of,
     whole_segments,
 )
@@ -190,21 +190,23 @@ class ReturningRequests:
         return self._use_again(held, renewal)
 
     def make_room(self, lease: Lease, tails: Tails) -> bool:
-        """Begin to read what a load will want from below DRAM. If there is no room for it, those that wait
-        lose as much, the last ones first.
+        """Begin to read what a load wants from below DRAM. If there is no room for it, those that wait lose
+        as much, the last ones first; False if that is not enough.
 
-        False if they had not as much, and the load wants more of a segment than the part that DRAM has.
+        True also if the answer is late.
         """
         wanted = [each for each in zip(lease.slices, tails, strict=False) if not SegmentSlice.holds(*each)]
-        completes = any(piece.tier == DRAM_TIER for piece, _ in wanted)
-        if not wanted or not (completes or any(request.held for request in self._requests.values())):
+        if not wanted:
             return True
         missing = sum(num_bytes_of(piece, tail) for piece, tail in wanted)
-        prefetch = self._asking.ask(lambda: self._store.prefetch(lease, tails))
-        if prefetch.wait(self._asking.patience):
-            return self._give_room(missing, prefetch) or not completes
-        self._prefetches.append((missing, prefetch))
-        return True
+        begun = self._read_for_load(lease, tails)
+        if not begun.wait(self._asking.patience):
+            self._prefetches.append((missing, begun))
+            return True
+        if begun.answer(Prefetched()).refusal == "no room" and self._give_room(missing):
+            begun = self._read_for_load(lease, tails)
+            begun.wait(self._asking.patience)
+        return not begun.is_answered or begun.answer(Prefetched()).refusal is None
 
     def give_copies_back(self) -> None:
         """Have those that wait hold what is encoded in place of its fast copies: somebody needs their room.
@@ -351,10 +353,10 @@ class ReturningRequests:
                 self._use_renewal(request, request.renewal)
         prefetches, self._prefetches = self._prefetches, []
         for missing, prefetch in prefetches:
-            if prefetch.is_answered:
-                self._give_room(missing, prefetch)
-            else:
+            if not prefetch.is_answered:
                 self._prefetches.append((missing, prefetch))
+            elif prefetch.answer(Prefetched()).refusal == "no room":
+                self._give_room(missing)
 
     def _end_unclaimed(self, now_s: float, queue: Sequence[str]) -> None:
         """Give leases back that nobody has asked for since they were unclaimed, and forget requests of which
@@ -483,13 +485,12 @@ class ReturningRequests:
         tails = None if renewed is None else renewed.tails
         return replace(held, lease=lease, tails=tails, asked_s=self._clock())
 
-    def _give_room(self, missing: int, prefetch: Question[Prefetched]) -> bool:
-        """End leases of those that wait, the last ones first, if a load was refused the ``missing`` bytes
-        that it needs; False if these are not as much."""
-        # If enough is being prefetched, DRAM may be full as well. A load does not wait for that.
-        prefetched = prefetch.answer(Prefetched())
-        if not prefetched.is_deferred:
-            return prefetched.refusal is None
+    def _read_for_load(self, lease: Lease, tails: Tails) -> Question[Prefetched]:
+        return self._asking.ask(lambda: self._store.prefetch(lease, tails, ReadPriority.LOAD))
+
+    def _give_room(self, missing: int) -> bool:
+        """End leases of those that wait, the last ones first, until they are of the ``missing`` bytes that a
+        load needs; False if they have not as much."""
         waiting = self._in_order()
         pins = Counter(key for request in waiting if request.held for key in request.held.pinned)
         for request in reversed(waiting):
@@ -503,7 +504,7 @@ class ReturningRequests:
             missing -= sum(num_bytes for key, num_bytes in of_last.in_dram.items() if not pins[key])
             if of_last.in_dram:
                 self._give_back(request)
-        return missing <= 0 or prefetched.refusal == "too much at once"
+        return missing <= 0
 
     def _use_again(self, held: HeldLease, again: Question[Renewed | None]) -> HeldLease:
         """With the lease that was asked for in its place, if the answer comes in time."""

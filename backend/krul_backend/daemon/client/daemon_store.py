@@ -52,10 +52,11 @@ from krul_backend.tiers.common.interface import (
     Prefetched,
     Reservation,
     SegmentSlice,
-    SegmentTail,
     StoreStats,
+    Tails,
     checked_checksums,
 )
+from krul_backend.tiers.common.read_queue import ReadPriority
 
 SLOW_TIMEOUT_S = 10.0
 """Of operations that read blocks or wait for a network; no scheduler waits for them."""
@@ -232,9 +233,7 @@ class DaemonStore(KVStore):
             self._leases[lease_id] = connection
         return Lease(lease_id, num_pages, slices)
 
-    def fetch(
-        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None
-    ) -> tuple[SegmentSlice, ...]:
+    def fetch(self, lease: Lease, tails: Tails | None = None) -> tuple[SegmentSlice, ...]:
         with self._lock:
             self._check_open()
             connection = self._leases[lease.lease_id]
@@ -255,14 +254,14 @@ class DaemonStore(KVStore):
             raise TierReadError(f"nothing was fetched: {error}") from error
 
     def prefetch(
-        self, lease: Lease, tails: Sequence[SegmentTail | None] | None = None, *, is_rest: bool = False
+        self, lease: Lease, tails: Tails | None = None, priority: ReadPriority = ReadPriority.PREFETCH
     ) -> Prefetched:
         with self._lock:
             self._check_open()
             connection = self._leases[lease.lease_id]
         if connection is not self._link.current():
             return Prefetched()
-        request = PrefetchRequest(lease_id=lease.lease_id, tails=_fields_of(tails), is_rest=is_rest)
+        request = PrefetchRequest(lease_id=lease.lease_id, tails=_fields_of(tails), priority=priority)
         return self._try(request) or Prefetched()
 
     def report_damage(self, segment_id: int, reason: DamageReason = "checksum") -> bool:
@@ -404,6 +403,6 @@ class DaemonStore(KVStore):
         return connection
 
 
-def _fields_of(tails: Sequence[SegmentTail | None] | None) -> tuple[TailFields | None, ...] | None:
+def _fields_of(tails: Tails | None) -> tuple[TailFields | None, ...] | None:
     """Tails as they travel."""
     return None if tails is None else tuple(None if tail is None else TailFields(*tail) for tail in tails)

@@ -31,8 +31,9 @@ from krul_backend.tiers.common.interface import (
     Span,
     StoreStats,
 )
+from krul_backend.tiers.common.read_queue import ReadPriority
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 MAX_FRAME_BYTES = 64 << 20
 """Of the JSON of a message, and of its token ids."""
 MAX_PAGES = 1_000_000
@@ -207,7 +208,7 @@ class FetchRequest(_TailsRequest[tuple[SegmentSlice, ...]], frozen=True, kw_only
 
 
 class PrefetchRequest(_TailsRequest[Prefetched], frozen=True, kw_only=True, tag="prefetch"):
-    is_rest: bool = False
+    priority: ReadPriority = ReadPriority.PREFETCH
 
 
 class ReleaseRequest(Request[None], frozen=True, kw_only=True, tag="release"):

@@ -150,10 +150,8 @@ class SessionHandlers:
         return finish(done)
 
     def _prefetch(self, session: Session, request: PrefetchRequest) -> Deferred[Prefetched]:
-        tails, is_rest = _tails_of(request), request.is_rest
-        return self._using(
-            session, request, lambda lease: self._store.prefetch(lease, tails, is_rest=is_rest)
-        )
+        tails, priority = _tails_of(request), request.priority
+        return self._using(session, request, lambda lease: self._store.prefetch(lease, tails, priority))
 
     def _fetch(self, session: Session, request: FetchRequest) -> Deferred[list[SegmentSlice]]:
         tails = _tails_of(request)

@@ -70,6 +70,10 @@ class SegmentTail(NamedTuple):
         return SegmentTail(tuple(first_tokens), tuple(sizes))
 
 
+Tails = Sequence[SegmentTail | None]
+"""What is wanted of each slice of a lease; None: all that there is."""
+
+
 class LowerCopy(NamedTuple):
     """Says that a lower tier holds more of a segment than DRAM: of layer ``l`` the tokens from
     ``layer_first_token[l]`` on. Where DRAM holds a layer, both have the same bytes."""
@@ -87,6 +91,10 @@ class LayerStatus:
 
     def __init__(self, flags: npt.NDArray[np.uint8]) -> None:
         self.flags = flags
+
+    def fail(self) -> None:
+        """Say that layers that have not landed never will. For the process that writes the flags."""
+        self.flags[self.flags == PENDING] = FAILED
 
     def has_landed(self, layer: int) -> bool:
         return bool(self.flags[layer] == LANDED)

@@ -13,14 +13,7 @@ from krul_backend.errors import StoreClosedError
 from krul_backend.segment import ModelIdentity
 from krul_backend.tiers.common.eviction import EvictionPolicy
 from krul_backend.tiers.common.hint import Hint
-from krul_backend.tiers.common.interface import (
-    FAILED,
-    MAX_FAST_COPY_SHARE,
-    PENDING,
-    Clock,
-    LayerStatus,
-    Reservation,
-)
+from krul_backend.tiers.common.interface import MAX_FAST_COPY_SHARE, Clock, LayerStatus, Reservation
 from krul_backend.tiers.common.page_filter import PageFilter, digest_of
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
 from krul_backend.tiers.dram.arena import Arena, Extent, aligned_num_bytes
@@ -461,6 +454,6 @@ class LockedBooks:
             for segment in self._books.segments.values():
                 segment.is_indexed = False
             for status in self._books.arriving.values():
-                status.flags[status.flags == PENDING] = FAILED
+                status.fail()
             # Dropped, not unmapped: a copy thread may still hold views, and they keep the mapping alive.
             self._books = None

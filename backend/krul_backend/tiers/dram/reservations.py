@@ -15,7 +15,6 @@ from krul_backend.errors import ManifestError
 from krul_backend.free_extents import FreeExtents
 from krul_backend.segment import SegmentManifest, check_codec_params_num_bytes
 from krul_backend.tiers.common.interface import (
-    FAILED,
     LANDED,
     PENDING,
     Block,
@@ -79,7 +78,6 @@ class Arrival:
         if self._is_over:
             return
         self._is_over = True
-        self._flags[self._flags == PENDING] = FAILED
         self._end(self.segment, False, None)
 
 
@@ -265,6 +263,9 @@ class Reservations:
         with self._locked.open_unless_closed() as books:
             if is_whole:
                 segment.status = None
+            elif segment.status is not None:
+                # With the lock held: what has failed is leased to nobody.
+                segment.status.fail()
             if books is None:
                 return
             books.arriving.pop(segment.segment_id, None)
