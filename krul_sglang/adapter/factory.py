@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -328,14 +329,34 @@ def end_session(result: Any, scheduler: Any, request: Any, *args: Any, **kwargs:
     return result
 
 
-def look_ahead(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AFTER hook of ``get_new_batch_prefill``: what is stored of requests that still wait comes to DRAM."""
+def schedule(original: Any, scheduler: Any, running_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook of ``get_new_batch_prefill``: requests for which much is read are passed over while others
+    can go on, and what is stored of those that wait comes to DRAM."""
     runtime = KrulRuntime.find(scheduler)
-    if runtime is not None:
+    if runtime is None:
+        return original(scheduler, running_batch, *args, **kwargs)
+    queue, held_back, hooks = scheduler.waiting_queue, list[Any](), runtime.linker.steps.hooks
+    if not running_batch.batch_is_full:
+        num_running = len(running_batch.reqs) + (scheduler.chunked_req is not None)
+        with hooks:
+            held_back = runtime.cache.look_ahead.hold_back(queue, num_running)
+    if held_back:
+        passed_over = {req.rid for req in held_back}
+        scheduler.waiting_queue = [req for req in queue if req.rid not in passed_over]
+    try:
+        return original(scheduler, running_batch, *args, **kwargs)
+    finally:
+        if held_back:
+            scheduler.waiting_queue = _in_order(queue, [*held_back, *scheduler.waiting_queue])
         runtime.gate.has_queue = bool(scheduler.waiting_queue)
-        with runtime.linker.steps.hooks:
+        with hooks:
             runtime.cache.look_ahead.look_up(scheduler.waiting_queue)
-    return result
+
+
+def _in_order(queue: Sequence[Any], left: Sequence[Any]) -> list[Any]:
+    """What is left of a queue, in its order; then those that have come."""
+    place = {id(req): number for number, req in enumerate(queue)}
+    return sorted(left, key=lambda req: place.get(id(req), len(queue)))
 
 
 def add_moved_tokens(result: Any, streamer: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -353,7 +374,11 @@ def add_stats(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
     runtime = KrulRuntime.find(controller.scheduler)
     if runtime is not None:
         share = {"total": runtime.share.total_bytes, **asdict(runtime.share)}
-        result.internal_state[BACKEND_NAME] = {**runtime.linker.stats(), "device_share": share}
+        result.internal_state[BACKEND_NAME] = {
+            **runtime.linker.stats(),
+            "held_back": runtime.cache.look_ahead.num_held_back,
+            "device_share": share,
+        }
         result.internal_state[RESTORES] = runtime.linker.traces()
         result.internal_state[REASONS] = runtime.linker.reasons.as_text()
     return result

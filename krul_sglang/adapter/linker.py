@@ -57,6 +57,7 @@ class KrulLinker(UnifiedCacheLinker):  # type: ignore[misc]
         engine = KrulRuntime.of(params).engine
         setup = engine.setup
         self.steps = StepTimes()
+        self.agreement = setup.restore_agreement
         self.tp_rank = setup.restore_agreement.rank
         self.model = setup.model
         self.forward_stream = forward_stream

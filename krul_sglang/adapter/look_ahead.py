@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from krul_backend.segment import TokenIds
 from krul_sglang.adapter.linker import KrulLinker
 
@@ -45,16 +47,42 @@ class LookAhead:
     the device pool could hold. Each is looked up once, again when the turn before it has been stored, and
     again when it has come to the front; if many have come at once, some of them in each round.
     All this depends on nothing that may differ between ranks, because they look up together.
+    ``num_held_back`` requests were passed over for a while.
     """
 
     def __init__(self, cache: Any, linker: KrulLinker) -> None:
         self._cache = cache
         self._linker = linker
         self._stored_ends: tuple[_PathEnd, ...] = ()
+        self._held_back: frozenset[str] = frozenset()
+        self.num_held_back = 0
 
     def note_stored(self, token_ids: TokenIds) -> None:
         """Note that a turn is stored: what waits and goes on from it is looked up again."""
         self._stored_ends += (_PathEnd.of(token_ids, self._cache.page_size),)
+
+    def hold_back(self, queue: Sequence[Any], num_running: int) -> list[Any]:
+        """Return those of ``queue``, SGLang's waiting requests, that the next round should pass over: what
+        they want is being read into DRAM, and others would lose more by waiting for it with them.
+
+        ``num_running`` requests run. Somebody can always go on. All ranks return the same.
+        """
+        num_others = num_running + len(queue) - 1
+        if not queue or not num_others:
+            return []
+        self.look_up(queue)
+        window, returning = self._window(queue), self._linker.returning
+        waits = torch.tensor([float(returning.is_worth_waiting(req.rid, num_others)) for req in window])
+        of_ranks = self._linker.agreement.gather(waits, (len(window),))
+        assert of_ranks is not None
+        waits_anywhere = torch.stack(of_ranks).amax(0).tolist()
+        held_back = [req for req, waits in zip(window, waits_anywhere, strict=True) if waits]
+        if not num_running and len(held_back) == len(queue):
+            # Nobody else can go on: the first one is read while it is loaded.
+            del held_back[0]
+        before, self._held_back = self._held_back, frozenset(req.rid for req in held_back)
+        self.num_held_back += len(self._held_back - before)
+        return held_back
 
     def look_up(self, queue: Iterable[Any]) -> None:
         """Look up requests of ``queue``, SGLang's waiting ones, the next one first."""

@@ -31,7 +31,7 @@ def register() -> None:
     HookRegistry.register(hook_targets.INIT_POOLS, device_share.reserve_share, HookType.BEFORE)
     HookRegistry.register(hook_targets.POOL_BUDGET, device_share.leave_share, HookType.AROUND)
     HookRegistry.register(hook_targets.INIT_ATTENTION, factory.attach_capture, HookType.AFTER)
-    HookRegistry.register(hook_targets.NEW_BATCH, factory.look_ahead, HookType.AFTER)
+    HookRegistry.register(hook_targets.NEW_BATCH, factory.schedule, HookType.AROUND)
     HookRegistry.register(hook_targets.ON_IDLE, factory.use_idle_time, HookType.BEFORE)
     HookRegistry.register(hook_targets.CLOSE_SESSION, factory.end_session, HookType.AFTER)
     HookRegistry.register(hook_targets.FORWARD, factory.forward_with_restore, HookType.AROUND)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from krul_sglang.adapter import look_ahead
 from krul_sglang.adapter.look_ahead import MAX_LOOKED_UP_AHEAD, LookAhead, _PathEnd
@@ -20,7 +21,11 @@ class Returning:
     """Remembers the order of those that wait, as ``ReturningRequests`` does."""
 
     queue: tuple[str, ...] = ()
+    waits = ""
     num_given_back = 0
+
+    def is_worth_waiting(self, rid: str, num_others: int) -> bool:
+        return rid in self.waits and num_others > 0
 
     def give_copies_back(self) -> None:
         self.num_given_back += 1
@@ -44,7 +49,7 @@ class Queue:
         self.offloader = SimpleNamespace(encoder=SimpleNamespace(lacks_room=False))
         self.returning = Returning()
         linker: Any = SimpleNamespace(
-            returning=self.returning, end_lease=self.released.append, offloader=self.offloader
+            returning=self.returning, end_lease=self.released.append, offloader=self.offloader, agreement=self
         )
         self.look_ahead = LookAhead(self.cache, linker)
 
@@ -57,6 +62,18 @@ class Queue:
         return SimpleNamespace(
             rid=rid, origin_input_ids=ids[:-1], output_ids=ids[-1:], init_next_round_input=look_up
         )
+
+    def gather(self, values: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
+        """With a rank that finds only the last one worth waiting."""
+        assert values.shape == torch.Size(shape)
+        return [values, torch.eye(len(values))[-1] * self.other_waits]
+
+    def held_back(self, rids: str, num_running: int, other_waits: float = 0.0) -> str:
+        """Which of these waiting requests a round passes over."""
+        self.looked_up.clear()
+        self.other_waits = other_waits
+        queue = [self.request(rid, 100) for rid in rids]
+        return "".join(req.rid for req in self.look_ahead.hold_back(queue, num_running))
 
     def stored(self, token_ids: Sequence[int]) -> None:
         """A turn of pages of 4 tokens has been stored."""
@@ -179,3 +196,17 @@ def test_one_that_has_left_the_window_is_forgotten() -> None:
     assert queue.round() == ()
     # It was retracted, and waits again.
     assert queue.round(("a", 100)) == ("a",)
+
+
+def test_what_is_read_for_a_request_holds_it_back_while_others_can_go_on() -> None:
+    queue = Queue()
+    queue.returning.waits = "ac"
+    assert queue.held_back("", 3) == ""
+    assert queue.held_back("a", 0) == ""
+    assert queue.looked_up == [], "nobody would wait with it"
+    assert queue.held_back("a", 1) == "a"
+    assert queue.looked_up == ["a"]
+    assert queue.held_back("abc", 0) == "ac"
+    assert queue.held_back("ac", 0) == "c", "one of them has to go on"
+    assert queue.held_back("ac", 1) == "ac"
+    assert queue.held_back("ab", 1, other_waits=1.0) == "ab", "all ranks do what one of them wants"

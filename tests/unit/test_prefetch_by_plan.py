@@ -216,6 +216,19 @@ def test_the_rest_that_finds_no_room_is_done_without_and_holds_nobody_up(rig: Ri
     rig.host.abort(reservation)
 
 
+def test_it_is_known_what_waiting_for_all_of_it_would_change(rig: Rig) -> None:
+    rig.planner.near, rig.planner.near_s = NEAR, 0.25 * SECONDS
+    held = rig.take()
+    waiting = present(rig.restore.plan_ahead(Prompt(END + 1, 0, lambda: TOKENS))(held).waiting)
+    problem = rig.planner.problems[0]
+    assert waiting.read_s == RestoreTiming(problem).work_s(NEAR)[1] > 0
+    lost_s = waiting.read_s + RENEW_INTERVAL_S - 7.5
+    assert waiting[1:] == (pytest.approx(lost_s), 7.5, problem.recompute_s - 2.5)
+    rig.planner.near_s = SECONDS
+    assert rig.restore.plan_ahead(Prompt(END + 1, 0, lambda: TOKENS))(held).waiting is None
+    rig.store.release(held.lease)
+
+
 @pytest.mark.parametrize("near", [None, NEAR])
 def test_where_reading_is_slower_than_computing_the_rest_alone_counts(rig: Rig, near: Heads | None) -> None:
     """Nothing, if it would be computed from DRAM, too; and then the store is not asked again."""

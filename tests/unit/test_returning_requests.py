@@ -14,13 +14,24 @@ import pytest
 
 from krul_backend.segment import TokenIds
 from krul_backend.tiers.common.interface import Prefetched
-from krul_sglang.engine.common.asking import AskingThread, DaemonPatience
+from krul_sglang.engine.common.asking import PATIENCE_S, AskingThread, DaemonPatience
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun, MovedRun
 from krul_sglang.engine.common.served_model import ServedModel
 from krul_sglang.engine.restore import lease_questions, returning_requests
-from krul_sglang.engine.restore.held_lease import MAX_RENEW_INTERVAL_S, RENEW_INTERVAL_S, HeldLease
+from krul_sglang.engine.restore.held_lease import (
+    MAX_RENEW_INTERVAL_S,
+    RENEW_INTERVAL_S,
+    HeldLease,
+    Waiting,
+    whole_segments,
+)
 from krul_sglang.engine.restore.returning_request import Prompt, State
-from krul_sglang.engine.restore.returning_requests import RETRY_MISS_S, RETRY_PREFETCH_S, ReturningRequests
+from krul_sglang.engine.restore.returning_requests import (
+    RETRY_MISS_S,
+    RETRY_PREFETCH_S,
+    WAITED_READS,
+    ReturningRequests,
+)
 from krul_sglang.reasons import Reasons
 from tests.support.present import present
 from tests.support.store_builders import Clock, make_manifest, page_keys, put, tokens_of, wait_until
@@ -43,9 +54,9 @@ from tests.support.tiered_builders import (
 KEYS = page_keys("c", 0, 4)
 
 
-def requests_on(rig: Rig, clock: Callable[[], float] = time.monotonic, **limits: int) -> ReturningRequests:
+def requests_on(rig: Rig, clock: Callable[[], float] = time.monotonic, **options: Any) -> ReturningRequests:
     """The table of a server whose store is the rig's, and answers at once."""
-    return ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock, **limits)
+    return ReturningRequests(rig.store, ServedModel(MODEL), AskedAtOnce(), clock, **options)
 
 
 @pytest.fixture
@@ -475,6 +486,42 @@ def test_what_is_on_its_way_gives_no_room(clock: Clock) -> None:
     wait_until_read(rig)
     # Beside what is on its way for "b", the room of "a" is all that there is to give.
     assert end_all(rig, waiting, "ab") == "b"
+
+
+def test_a_request_waits_for_what_is_read_if_others_gain_more_than_it_loses(rig: Rig, clock: Clock) -> None:
+    gains = Waiting(read_s=1.0, lost_s=0.5, saved_s=0.3, longest_s=8.0)
+    waiting = requests_on(
+        rig, clock, plan_ahead=lambda prompt: lambda held: whole_segments(held)._replace(waiting=gains)
+    )
+    put_below(rig.ssd, "a", 0, 4)
+    rig.ssd.reads_go_on.clear()
+    assert not waiting.is_worth_waiting("a", 9)
+    promise(waiting, "a", page_keys("a", 0, 4))
+    assert waiting.is_worth_waiting("a", 1), "it is known in a moment"
+    clock.now_s += PATIENCE_S
+    assert not waiting.is_worth_waiting("a", 1)
+    look_ahead(waiting, "a")
+    assert [waiting.is_worth_waiting("a", others) for others in (1, 2)] == [False, True]
+    clock.now_s += WAITED_READS * gains.read_s
+    assert waiting.is_worth_waiting("a", 2)
+    clock.now_s += RETRY_PREFETCH_S
+    assert not waiting.is_worth_waiting("a", 2)
+    waiting.release("a")
+    look_ahead(waiting, "a")
+    assert waiting.is_worth_waiting("a", 2)
+    rig.ssd.reads_go_on.set()
+    wait_until_read(rig)
+    clock.now_s += gains.read_s
+    wait_a_round(waiting, "a")
+    assert not waiting.is_worth_waiting("a", 2), "it is there"
+    end_all(rig, waiting, "a")
+
+
+@pytest.mark.parametrize(
+    "gains", [Waiting(1.0, 0.5, 0.01, 8.0), Waiting(1.0, 0.5, 0.3, 1.0), Waiting(1.0, 3.0, 0.3, 8.0)]
+)
+def test_nobody_waits_for_little_or_longer_than_computing_takes(gains: Waiting) -> None:
+    assert not gains.is_worth(9)
 
 
 def test_the_first_that_found_no_room_gets_that_of_those_behind_it(clock: Clock) -> None:

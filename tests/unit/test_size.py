@@ -17,8 +17,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 PRODUCT = ("krul_sglang", "backend/krul_backend")
 LIMITS = {
-    "product": (PRODUCT, 50_360),
-    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 16_050),
+    "product": (PRODUCT, 50_490),
+    "engine, with all that touches SGLang": (("krul_sglang/engine", "krul_sglang/adapter"), 16_180),
     "codec, strategy, attention": (
         tuple(f"backend/krul_backend/{room}" for room in ("codec", "strategy", "attention")),
         8_242,
@@ -29,7 +29,7 @@ LIMITS = {
     ),
     "demo": (("demo",), 1_910),
     "benchmarks": (("benchmarks",), 10_745),
-    "tests": (("tests",), 67_720),
+    "tests": (("tests",), 67_830),
     "tests/support": (("tests/support",), 6_588),
 }
 """Folders of each part, and the most lines of Python that they may have together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +17,15 @@ from krul_backend.tiers.common.interface import (
     SegmentTail,
     Tails,
 )
+from krul_sglang.engine.common.asking import PATIENCE_S
 from krul_sglang.engine.common.moved_runs import MovedRun
 
 RENEW_INTERVAL_S = 0.05
-"""Seconds until the store is asked whether a waiting request's prefetch has arrived. The time doubles with
-each further question, since every one goes through all of the prefix."""
+"""Seconds until the store is asked whether a waiting request's prefetch has arrived, if it is not known how
+long that takes. The time doubles with each further question: every one goes through all of the prefix."""
 MAX_RENEW_INTERVAL_S = 1.0
+LEAST_SAVED_S = 0.02
+"""Nobody waits for reads if others would go on by less sooner: about a step of decoding."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,30 @@ SegmentBytes = Mapping[Hashable, int]
 """Bytes of segments, by something that is the same in all tiers, and for a part of one."""
 
 
+class Waiting(NamedTuple):
+    """What changes if a request waits until all that it wants is in DRAM, in seconds.
+
+    That is read in ``read_s``. Its answer comes ``lost_s`` later than if its load read it, but those that
+    share its forward, or wait for that, go on ``saved_s`` sooner. After ``longest_s`` computing is sooner.
+    """
+
+    read_s: float
+    lost_s: float
+    saved_s: float
+    longest_s: float
+
+    def is_worth(self, num_others: int) -> bool:
+        """Return True if ``num_others`` together gain more than the request loses, and each a moment."""
+        is_soon = self.read_s < self.longest_s and self.saved_s > LEAST_SAVED_S
+        return is_soon and num_others * self.saved_s > self.lost_s
+
+
 class Ahead(NamedTuple):
     """What is read for a request that waits: ``first`` of each slice, and when that is in DRAM, ``goal``."""
 
     first: Tails
     goal: Tails
+    waiting: Waiting | None = None
 
 
 PlanAhead = Callable[["HeldLease"], Ahead]
@@ -66,6 +89,7 @@ class HeldLease:
     refused, or a part of it. ``num_arriving``: pages that were on their way to DRAM then. ``moved``: the run
     that is leased, if it is stored at another place than where the request has it; then keys and tokens are
     those of the run. ``tails``: what a load is expected to want in DRAM; None if nobody has asked yet.
+    ``waiting``: what that changes, if it is known, and ``wait_until_s`` when it has taken too long.
     ``boundaries``: after how many of the pages the request can go on, ascending, if it needs the state of
     recurrent layers there; None if it can after each.
     """
@@ -80,6 +104,8 @@ class HeldLease:
     num_arriving: int = 0
     moved: MovedRun | None = None
     tails: Tails | None = None
+    waiting: Waiting | None = None
+    wait_until_s: float = math.inf
     boundaries: Sequence[int] | None = None
 
     @cached_property
@@ -94,7 +120,19 @@ class HeldLease:
         """When the lease should be renewed; at once if nothing is on its way for it."""
         if not self.num_renewals or self.is_refused:
             return self.asked_s
-        return self.asked_s + min(RENEW_INTERVAL_S * 2.0 ** (self.num_renewals - 1), MAX_RENEW_INTERVAL_S)
+        interval_s = RENEW_INTERVAL_S * 2.0 ** (self.num_renewals - 1)
+        if self.waiting is not None:
+            interval_s = self.waiting.read_s if self.num_renewals == 1 else interval_s / 2
+        return self.asked_s + min(max(RENEW_INTERVAL_S, interval_s), MAX_RENEW_INTERVAL_S)
+
+    def is_worth_waiting(self, now_s: float, num_others: int) -> bool:
+        """Return True while its request should wait for what is read for it, because ``num_others`` would
+        have to wait for that, too. At first, until that is known."""
+        if self.is_here or now_s >= self.wait_until_s:
+            return False
+        if not self.num_renewals:
+            return now_s < self.asked_s + PATIENCE_S
+        return self.waiting is not None and self.waiting.is_worth(num_others)
 
     @cached_property
     def segments(self) -> SegmentBytes:

@@ -13,7 +13,7 @@ from krul_backend.tiers.common.interface import Lease, Prefetched, SegmentSlice,
 from krul_backend.tiers.common.read_queue import ReadPriority
 from krul_sglang.engine.common.boundary_states import BoundaryStates
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS, FindRun
-from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun, PlanAhead
+from krul_sglang.engine.restore.held_lease import HeldLease, KeyRun, PlanAhead, Waiting
 
 
 def find_boundaries(store: KVStore, identity: ModelIdentity, page_keys: Sequence[str]) -> list[int]:
@@ -100,12 +100,14 @@ class LeaseFinder:
 class Renewed:
     """A lease in place of an earlier one (None: nothing was found), and what was prefetched.
 
-    ``tails``: what a load is expected to want of the better one; None if nobody has asked.
+    ``tails``: what a load is expected to want of the better one; None if nobody has asked. ``waiting``: what
+    it changes if the request waits for that.
     """
 
     lease: Lease | None
     prefetched: Prefetched
     tails: Tails | None = None
+    waiting: Waiting | None = None
 
 
 @dataclass
@@ -125,7 +127,7 @@ class RenewalRound:
         try:
             is_less = lease is None or lease.num_pages < held.lease.num_pages
             best = held if lease is None or is_less else replace(held, lease=lease)
-            first, goal = plan_ahead(best)
+            first, goal, waiting = plan_ahead(best)
             is_rest = all(map(SegmentSlice.holds, best.lease.slices, first))
             # Also if it was asked for before: not all may have come. What is on its way stays so.
             priority = ReadPriority.REST if is_rest else ReadPriority.PREFETCH
@@ -138,4 +140,4 @@ class RenewalRound:
                 self.store.release(lease)
             raise
         self.is_refused = prefetched.is_deferred
-        return Renewed(lease, prefetched, goal)
+        return Renewed(lease, prefetched, goal, waiting)

@@ -12,7 +12,7 @@ import torch
 
 from krul_backend.codec.rotary import RotaryTable
 from krul_backend.errors import CodecError
-from krul_backend.planner import RestorePlan
+from krul_backend.planner import RestorePlan, RestoreTiming
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
     DamageReason,
@@ -22,7 +22,14 @@ from krul_backend.tiers.common.interface import (
     Tails,
 )
 from krul_sglang.engine.common.moved_runs import RECOMPUTED_TOKENS
-from krul_sglang.engine.restore.held_lease import Ahead, HeldLease, PlanAhead, whole_segments
+from krul_sglang.engine.restore.held_lease import (
+    RENEW_INTERVAL_S,
+    Ahead,
+    HeldLease,
+    PlanAhead,
+    Waiting,
+    whole_segments,
+)
 from krul_sglang.engine.restore.load_batch import Load, MovedKeys
 from krul_sglang.engine.restore.restore_forward import RestoreForward
 from krul_sglang.engine.restore.restore_planning import RestorePlanning
@@ -156,18 +163,26 @@ class RestorePath:
         except CodecError:
             readers = []
         near = [reader.seen_as(_in_dram(reader.source)) for reader in readers]
-        now, best = (
+        planned, planned_near = (
             self.planning.plan_alone(each, prompt.device_tokens, new_tokens, load_from) if each else None
             for each in (readers, near)
         )
-        if now is None or best is None:
+        if planned is None or planned_near is None:
             return whole_segments(held)
+        (problem, now), (_, best) = planned, planned_near
         goal = _tails_of(near, best) if best.end_s < (1 - LEAST_SAVED_SHARE) * now.end_s else []
         if now.is_recompute:
             return Ahead(goal, goal)
         tails = zip(readers, _tails_of(readers, now), strict=True)
         first = [None if reader.source.tier == DRAM_TIER else tail for reader, tail in tails]
-        return Ahead(first, goal or first)
+        if not goal:
+            return Ahead(first, first)
+        _, read_s, _ = RestoreTiming(problem).work_s(best.head_ends)
+        # That all has come is seen some steps later.
+        lost_s, saved_s = read_s + RENEW_INTERVAL_S + best.end_s - now.end_s, now.end_s - best.end_s
+        waiting = Waiting(read_s, lost_s, saved_s, problem.recompute_s - best.end_s)
+        # What is worth waiting for is read in one piece: to complete a part takes room for both.
+        return Ahead(goal if waiting.is_worth(num_others=1) else first, goal, waiting)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``/server_info``."""

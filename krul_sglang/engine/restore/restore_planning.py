@@ -237,13 +237,14 @@ class RestorePlanning:
 
     def plan_alone(
         self, readers: Sequence[SegmentReader], device_tokens: int, new_tokens: int, load_from: int | None
-    ) -> RestorePlan | None:
+    ) -> tuple[RestoreProblem, RestorePlan] | None:
         """The plan that this rank would make for a request if nothing else ran; see ``plan``. None if what a
         tier costs is not known. Changes nothing, and may be called in any thread."""
         runs = self._plannable(readers, device_tokens, load_from)
         if runs is None:
             return None
-        return self._planner.plan(self._problem(runs, readers[-1].end_token, device_tokens, new_tokens))
+        problem = self._problem(runs, readers[-1].end_token, device_tokens, new_tokens)
+        return problem, self._planner.plan(problem)
 
     def start_batch(self) -> None:
         """Begin another batch: what was planned so far runs now."""

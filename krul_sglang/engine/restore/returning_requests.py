@@ -33,6 +33,8 @@ from krul_sglang.reasons import Reasons
 
 RETRY_PREFETCH_S = 0.2
 """Seconds before anything is prefetched again after the store refused to."""
+WAITED_READS = 2
+"""A request waits for what is read for it at most so many times as long as reading it should take."""
 MAX_RENEWED_PAGES = 2048
 """Pages whose leases are renewed in one scheduling round, or one lease: lookups wait for one of them."""
 RETRY_MISS_S = 1.0
@@ -162,6 +164,12 @@ class ReturningRequests:
             self._use_found(rid, request, request.question)
         request.give_back_at_s = math.inf
         return 0 if request.lease is None else request.lease.num_pages(self._model.identity.page_size)
+
+    def is_worth_waiting(self, rid: str, num_others: int) -> bool:
+        """Return True while a request should not be admitted: see ``HeldLease``."""
+        request = self._requests.get(rid)
+        held = None if request is None else request.held
+        return held is not None and held.is_worth_waiting(self._clock(), num_others)
 
     def boundaries(self, rid: str) -> Sequence[int] | None:
         """After how many of the pages that were looked up a request can go on; None: after each that is
@@ -455,8 +463,17 @@ class ReturningRequests:
         if renewed is None:
             return
         assert held is not None
+        again, until_s, waiting = self._renewed(held, renewed), held.wait_until_s, renewed.waiting
+        if held.waiting is not None and again.in_dram == held.in_dram:
+            # Nothing new is known of the rest. Who has begun to wait goes on.
+            waiting = held.waiting
+        elif held.waiting is None and waiting is not None:
+            read_s = WAITED_READS * waiting.read_s + RETRY_PREFETCH_S
+            until_s = self._clock() + min(read_s, waiting.longest_s)
         request.lease = replace(
-            self._renewed(held, renewed),
+            again,
+            waiting=waiting,
+            wait_until_s=until_s,
             num_renewals=held.num_renewals + 1,
             # More than a tenant may have stays below DRAM, and holds nobody else up.
             is_refused=renewed.prefetched.is_deferred,
