@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks import codec, multiturn, overlap, scale, support
+from benchmarks import codec, multiturn, overlap, scale, stalls, support
 from benchmarks.launches import __main__ as launches
 from benchmarks.load import rows as load
 from benchmarks.measured_code import remark
@@ -127,6 +127,7 @@ TABLES: dict[str, tuple[Callable[[Result, Path], str], *tuple[str, ...]]] = {
     "overlap-summary": (overlap.overlap_summary, "overlap-cpu.json"),
     "multiturn": (_MULTITURN, "multiturn-cpu.json"),
     "multiturn-hints": (_MULTITURN, "multiturn-hints-cpu.json"),
+    "stalls": (stalls.stalls_table, "stalls-cpu.json"),
     "quality": (
         quality.quality_table,
         *(f"quality-{of}-cpu.json" for of in ("agent", "agent-2048", "texts", "recall", "late", "bundled")),

@@ -122,3 +122,18 @@ def test_a_daemon_of_a_slow_disk_serves_and_knows_how_slow_it_is(tmp_path: Path)
             pass
         with pytest.raises(DaemonError, match="--no-such-option"):
             SlowSsdDaemon(runtime_dir, ("--no-such-option",), read_mbs=40.0).__enter__()
+
+
+def test_what_returns_from_a_slow_disk_waits_while_others_are_being_answered(tmp_path: Path) -> None:
+    summary = tmp_path / "out.json"
+    command = [
+        *with_forked_servers("benchmarks.stalls", "--model", "bundled", "--json", str(summary)),
+        *("--servers", "waits", "--others", "3", "--returns", "2", "--tokens", "1500", "--dtype", "float32"),
+        *("--ssd-read-mbs", "40"),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    (row,) = json.loads(summary.read_text())["rows"]
+    assert (row["server"], row["others"], row["waited"]) == ("waits", 3, 2)
+    assert row["found"] > 0.95
+    assert row["ttft_s"]["median"] > 0 < row["steady_s"] <= row["gap_s"]["max"]
