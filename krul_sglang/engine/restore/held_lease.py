@@ -57,10 +57,12 @@ class Waiting(NamedTuple):
     saved_s: float
     longest_s: float
 
-    def is_worth(self, num_others: int) -> bool:
-        """Return True if ``num_others`` together gain more than the request loses, and each a moment."""
-        is_soon = self.read_s < self.longest_s and self.saved_s > LEAST_SAVED_S
-        return is_soon and num_others * self.saved_s > self.lost_s
+    def is_worth(self, num_others: int, *, is_refused: bool = False) -> bool:
+        """Return True if ``num_others`` together gain more than the request loses, and each a moment; or if
+        room in DRAM ``is_refused`` for now: without it all would be computed."""
+        if self.read_s >= self.longest_s:
+            return False
+        return is_refused or (self.saved_s > LEAST_SAVED_S and num_others * self.saved_s > self.lost_s)
 
 
 class Ahead(NamedTuple):
@@ -132,7 +134,7 @@ class HeldLease:
             return False
         if not self.num_renewals:
             return now_s < self.asked_s + PATIENCE_S
-        return self.waiting is not None and self.waiting.is_worth(num_others)
+        return self.waiting is not None and self.waiting.is_worth(num_others, is_refused=self.is_refused)
 
     @cached_property
     def segments(self) -> SegmentBytes:
