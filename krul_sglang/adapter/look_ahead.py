@@ -71,9 +71,13 @@ class LookAhead:
         if not queue or not num_others:
             return []
         self.look_up(queue)
-        window, returning = self._window(queue), self._linker.returning
-        waits = torch.tensor([float(returning.is_worth_waiting(req.rid, num_others)) for req in window])
-        of_ranks = self._linker.agreement.gather(waits, (len(window),))
+        window, is_worth = self._window(queue), self._linker.returning.is_worth_waiting
+        mine, in_turn = list[bool](), False
+        for req in window:
+            mine.append(is_worth(req.rid, num_others, in_turn=in_turn))
+            # One reads while it is loaded: a second one in its forward would wait for both.
+            in_turn |= not mine[-1] and is_worth(req.rid, num_others, in_turn=True)
+        of_ranks = self._linker.agreement.gather(torch.tensor(mine, dtype=torch.float64), (len(window),))
         assert of_ranks is not None
         waits_anywhere = torch.stack(of_ranks).amax(0).tolist()
         held_back = [req for req, waits in zip(window, waits_anywhere, strict=True) if waits]

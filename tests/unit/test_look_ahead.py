@@ -21,11 +21,11 @@ class Returning:
     """Remembers the order of those that wait, as ``ReturningRequests`` does."""
 
     queue: tuple[str, ...] = ()
-    waits = ""
+    waits = reads = ""
     num_given_back = 0
 
-    def is_worth_waiting(self, rid: str, num_others: int) -> bool:
-        return rid in self.waits and num_others > 0
+    def is_worth_waiting(self, rid: str, num_others: int, *, in_turn: bool) -> bool:
+        return num_others > 0 and (rid in self.waits or (in_turn and rid in self.reads))
 
     def give_copies_back(self) -> None:
         self.num_given_back += 1
@@ -66,7 +66,7 @@ class Queue:
     def gather(self, values: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
         """With a rank that finds only the last one worth waiting."""
         assert values.shape == torch.Size(shape)
-        return [values, torch.eye(len(values))[-1] * self.other_waits]
+        return [values, torch.eye(len(values), dtype=torch.float64)[-1] * self.other_waits]
 
     def held_back(self, rids: str, num_running: int, other_waits: float = 0.0) -> str:
         """Which of these waiting requests a round passes over."""
@@ -210,3 +210,6 @@ def test_what_is_read_for_a_request_holds_it_back_while_others_can_go_on() -> No
     assert queue.held_back("ac", 0) == "c", "one of them has to go on"
     assert queue.held_back("ac", 1) == "ac"
     assert queue.held_back("ab", 1, other_waits=1.0) == "ab", "all ranks do what one of them wants"
+    queue.returning.waits, queue.returning.reads = "a", "abc"
+    assert queue.held_back("dbec", 1) == "c", "those that read while they are loaded do so in turn"
+    assert queue.held_back("bac", 0) == "ac"

@@ -523,7 +523,7 @@ def test_a_request_waits_for_what_is_read_if_others_gain_more_than_it_loses(rig:
 def test_nobody_waits_for_little_or_longer_than_computing_takes(gains: Waiting) -> None:
     assert not gains.is_worth(9)
     # What has no room yet would be computed.
-    assert gains.is_worth(1, is_refused=True) == (gains.read_s < gains.longest_s)
+    assert gains.is_worth(1, has_to=True) == (gains.read_s < gains.longest_s)
 
 
 def test_the_first_that_found_no_room_gets_that_of_those_behind_it(clock: Clock) -> None:

@@ -57,12 +57,12 @@ class Waiting(NamedTuple):
     saved_s: float
     longest_s: float
 
-    def is_worth(self, num_others: int, *, is_refused: bool = False) -> bool:
+    def is_worth(self, num_others: int, *, has_to: bool = False) -> bool:
         """Return True if ``num_others`` together gain more than the request loses, and each a moment; or if
-        room in DRAM ``is_refused`` for now: without it all would be computed."""
-        if self.read_s >= self.longest_s:
+        it ``has_to`` wait, since it could not be read now anyway, but sooner than computed."""
+        if not LEAST_SAVED_S < self.read_s < self.longest_s:
             return False
-        return is_refused or (self.saved_s > LEAST_SAVED_S and num_others * self.saved_s > self.lost_s)
+        return has_to or (self.saved_s > LEAST_SAVED_S and num_others * self.saved_s > self.lost_s)
 
 
 class Ahead(NamedTuple):
@@ -127,14 +127,16 @@ class HeldLease:
             interval_s = self.waiting.read_s if self.num_renewals == 1 else interval_s / 2
         return self.asked_s + min(max(RENEW_INTERVAL_S, interval_s), MAX_RENEW_INTERVAL_S)
 
-    def is_worth_waiting(self, now_s: float, num_others: int) -> bool:
+    def is_worth_waiting(self, now_s: float, num_others: int, *, in_turn: bool) -> bool:
         """Return True while its request should wait for what is read for it, because ``num_others`` would
-        have to wait for that, too. At first, until that is known."""
+        have to wait for that, too; because there is no room for it yet; or because reads go on ``in_turn``,
+        and somebody else has its own. At first, until that is known."""
         if self.is_here or now_s >= self.wait_until_s:
             return False
         if not self.num_renewals:
             return now_s < self.asked_s + PATIENCE_S
-        return self.waiting is not None and self.waiting.is_worth(num_others, is_refused=self.is_refused)
+        has_to = in_turn or self.is_refused
+        return self.waiting is not None and self.waiting.is_worth(num_others, has_to=has_to)
 
     @cached_property
     def segments(self) -> SegmentBytes:

@@ -165,11 +165,11 @@ class ReturningRequests:
         request.give_back_at_s = math.inf
         return 0 if request.lease is None else request.lease.num_pages(self._model.identity.page_size)
 
-    def is_worth_waiting(self, rid: str, num_others: int) -> bool:
+    def is_worth_waiting(self, rid: str, num_others: int, *, in_turn: bool = False) -> bool:
         """Return True while a request should not be admitted: see ``HeldLease``."""
         request = self._requests.get(rid)
         held = None if request is None else request.held
-        return held is not None and held.is_worth_waiting(self._clock(), num_others)
+        return held is not None and held.is_worth_waiting(self._clock(), num_others, in_turn=in_turn)
 
     def boundaries(self, rid: str) -> Sequence[int] | None:
         """After how many of the pages that were looked up a request can go on; None: after each that is
