@@ -59,7 +59,8 @@ class Waiting(NamedTuple):
 
     def is_worth(self, num_others: int, *, has_to: bool = False) -> bool:
         """Return True if ``num_others`` together gain more than the request loses, and each a moment; or if
-        it ``has_to`` wait, because it cannot be read now. Never for short reads, or if computing is as soon."""
+        it ``has_to`` wait, because it cannot be read now. Never for a short read, or if computing is sooner.
+        """
         if not LEAST_SAVED_S < self.read_s < self.longest_s:
             return False
         return has_to or (self.saved_s > LEAST_SAVED_S and num_others * self.saved_s > self.lost_s)
