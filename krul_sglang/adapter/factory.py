@@ -354,7 +354,7 @@ def schedule(original: Any, scheduler: Any, running_batch: Any, *args: Any, **kw
 
 
 def _in_order(queue: Sequence[Any], left: Sequence[Any]) -> list[Any]:
-    """What is left of a queue, in its order; then those that have come."""
+    """Sort requests that are ``left`` as they were in ``queue``, and put new ones behind them."""
     place = {id(req): number for number, req in enumerate(queue)}
     return sorted(left, key=lambda req: place.get(id(req), len(queue)))
 

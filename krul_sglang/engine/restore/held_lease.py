@@ -46,7 +46,7 @@ SegmentBytes = Mapping[Hashable, int]
 
 
 class Waiting(NamedTuple):
-    """What changes if a request waits until all that it wants is in DRAM, in seconds.
+    """Tells the seconds that a request and others lose or gain if it waits until all it wants is in DRAM.
 
     That is read in ``read_s``. Its answer comes ``lost_s`` later than if its load read it, but those that
     share its forward, or wait for that, go on ``saved_s`` sooner. After ``longest_s`` computing is sooner.

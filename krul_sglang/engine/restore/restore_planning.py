@@ -188,9 +188,8 @@ class RestorePlanning:
 
         ``new_tokens`` follow the prefix in the request's own forward. ``readers`` are None on a rank that
         cannot read what it leased: then no rank loads it. If they read a moved run, what is before token
-        ``load_from`` is computed in every layer. If on any rank DRAM has no room for what a
-        plan wants from below (``has_room``), another one does with what DRAM has, if that is a part of each
-        segment.
+        ``load_from`` is computed in every layer. If on any rank DRAM has no room for what a plan
+        wants from below (``has_room``), another one does with what DRAM has, if that is some of each segment.
         """
         request = device_tokens, new_tokens, load_from
         found, is_refused = self._agreed(readers, *request), False

@@ -71,7 +71,7 @@ class SegmentTail(NamedTuple):
 
 
 Tails = Sequence[SegmentTail | None]
-"""What is wanted of each slice of a lease; None: all that there is."""
+"""Says for each slice of a lease which end of it is read; None for all that there is."""
 
 
 class LowerCopy(NamedTuple):
