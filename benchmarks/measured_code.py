@@ -40,7 +40,7 @@ PARTS = {
     "benchmarks.overlap": ("benchmarks/overlap.py", *_SERVERS),
     "benchmarks.serving": _SERVERS,
     "benchmarks.multiturn": ("benchmarks/multiturn.py", *_SERVERS),
-    "benchmarks.stalls": ("benchmarks/stalls.py", "benchmarks/without_waiting.py", *_SERVERS),
+    "benchmarks.stalls": ("benchmarks/stalls.py", *_SERVERS),
     "benchmarks.load": ("benchmarks/load", *_SERVERS, _NO_SSD),
     "demo": ("demo", *_ON_A_CPU, _NO_SSD),
     "tests.gpu": ("krul_sglang", "backend/krul_backend", "tests/gpu"),

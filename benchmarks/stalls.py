@@ -32,7 +32,7 @@ from transformers import AutoConfig
 from benchmarks import runner
 from benchmarks.runner import Result, names, numbers
 from benchmarks.serving.configuration import Configuration, ServingBenchmarkError
-from benchmarks.serving.servers import Server, kv_token_bytes, make_server
+from benchmarks.serving.servers import WITHOUT_PREFETCH, Server, kv_token_bytes, make_server
 from benchmarks.tables import Columns, cell, machine, model, ms, table_of
 from demo.sizing import PoolSizes
 from demo.summary import quantiles
@@ -40,7 +40,7 @@ from krul_sglang.models.find import find_model
 
 logger = logging.getLogger(__name__)
 
-SERVERS = {"at-once": "benchmarks.without_waiting", "waits": "sglang.launch_server"}
+SERVERS = {"at-once": WITHOUT_PREFETCH, "waits": "sglang.launch_server"}
 """The module that starts each server, by what a returning request does there."""
 _SSD_BYTES = "8GiB"
 _CONVERSATIONS_IN_DRAM = 2.2

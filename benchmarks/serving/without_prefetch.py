@@ -1,7 +1,7 @@
 """An SGLang server in which nothing is fetched for a request that waits.
 
 ``python -m benchmarks.serving.without_prefetch`` takes the arguments of ``sglang.launch_server``. No request
-is looked up before its turn, and what lies below host memory is read when its load starts.
+is looked up before its turn, so none waits for what lies below host memory: its load reads that.
 """
 
 from __future__ import annotations
