@@ -87,9 +87,9 @@ class Host:
         return self.num_ticks
 
     def _blocks(self, sizes: Sequence[int] = SIZES) -> list[Block]:
-        extents = self.arena.allocate_all(sizes)
-        assert extents is not None, "the test's arena is too small"
-        return [self.arena.view(extent) for extent in extents]
+        allocation = self.arena.allocate(sizes)
+        assert allocation is not None, "the test's arena is too small"
+        return list(self.arena.views(allocation))
 
     def _tick(self) -> None:
         while True:

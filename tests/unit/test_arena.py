@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from krul_backend.free_extents import FreeExtents
-from krul_backend.tiers.dram.arena import ALIGNMENT_BYTES, Arena, Extent, aligned_num_bytes
+from krul_backend.tiers.dram.arena import ALIGNMENT_BYTES, Allocation, Arena, aligned_num_bytes
 
 
-def allocate(arena: Arena, num_bytes: int) -> Extent | None:
-    extents = arena.allocate_all((num_bytes,))
-    return extents[0] if extents is not None else None
+def allocate(arena: Arena, *sizes: int) -> Allocation:
+    allocation = arena.allocate(sizes)
+    assert allocation is not None
+    return allocation
 
 
-def test_a_fresh_arena_is_one_free_extent() -> None:
+def test_a_fresh_arena_is_one_free_range() -> None:
     arena = Arena(10 * ALIGNMENT_BYTES + 7)
     assert arena.capacity_bytes == 10 * ALIGNMENT_BYTES
     assert (arena.free_bytes, arena.used_bytes, arena.space.largest) == (640, 0, 640)
@@ -30,10 +31,9 @@ def test_a_fresh_arena_is_one_free_extent() -> None:
 
 def test_alignment_is_accounted_and_the_view_is_exact() -> None:
     arena = Arena(1024)
-    extent = allocate(arena, 65)
-    assert extent is not None
-    assert arena.used_bytes == 128
-    view = arena.view(extent)
+    allocation = allocate(arena, 65)
+    assert arena.used_bytes == allocation.taken_bytes == 128
+    (view,) = arena.views(allocation)
     assert view.shape == (65,)
     view[:] = 7
     assert int(arena.buffer.sum()) == 65 * 7
@@ -41,136 +41,170 @@ def test_alignment_is_accounted_and_the_view_is_exact() -> None:
 
 def test_best_fit_leaves_the_large_range_whole() -> None:
     arena = Arena(64 * 10)
-    extents = [allocate(arena, size) for size in (128, 64, 192, 64)]
-    assert all(extents)
-    arena.free(extents[0])  # [0, 128)
-    arena.free(extents[2])  # [192, 384), and [448, 640) is free as well
-    best = allocate(arena, 100)
-    assert best is not None
-    assert best.offset == 0
+    held = [allocate(arena, size) for size in (128, 64, 192, 64)]
+    arena.free(held[0])  # [0, 128)
+    arena.free(held[2])  # [192, 384), and [448, 640) is free as well
+    assert allocate(arena, 100).spans[0].offset == 0
     assert arena.space.largest == 192
 
 
 def test_what_does_not_fit_is_none_and_takes_nothing() -> None:
     arena = Arena(256)
-    held = allocate(arena, 64)
-    assert held is not None
-    assert allocate(arena, 193) is None
-    assert arena.allocate_all((128, 128)) is None
+    allocate(arena, 64)
+    assert arena.allocate((193,)) is None
+    assert arena.allocate((128, 128)) is None
     assert arena.free_bytes == 192
-    assert allocate(arena, 192) is not None
+    allocate(arena, 192)
     assert arena.space.largest == 0
 
 
 def test_all_or_nothing_places_the_largest_first() -> None:
     arena = Arena(64 * 6)
-    extents = arena.allocate_all((64, 64, 64, 64, 64, 64))
-    assert extents is not None
+    held = [allocate(arena, 64) for _ in range(6)]
     for i in (0, 1, 3):
-        arena.free(extents[i])  # free: [0, 128) and [192, 256)
-    placed = arena.allocate_all((64, 128))
-    assert placed is not None
-    assert [extent.offset for extent in placed] == [192, 0]
+        arena.free(held[i])  # free: [0, 128) and [192, 256)
+    assert [span.offset for span in allocate(arena, 64, 128).spans] == [192, 0]
 
 
-@pytest.mark.parametrize("num_bytes", [0, -1])
-def test_empty_extents_are_refused(num_bytes: int) -> None:
-    with pytest.raises(ValueError, match="at least one byte"):
-        allocate(Arena(256), num_bytes)
+def test_blocks_that_touch_are_one_range_of_what_is_taken() -> None:
+    arena = Arena(64 * 8)
+    held = [allocate(arena, size) for size in (64, 64, 64, 320)]
+    arena.free(held[1])
+    arena.free(held[3])
+    allocation = allocate(arena, 64, 0, 130, 60)
+    assert [span.num_bytes for span in allocation.spans] == [64, 0, 130, 60]
+    assert allocation.ranges == ((192, 320),)
+    arena.free(allocation)
+    filled = allocate(arena, 320, 64)
+    assert filled.ranges == ((64, 64), (192, 320))
+    assert arena.used_bytes == filled.taken_bytes + 128 == 512
+
+
+def test_a_block_of_no_bytes_takes_nothing_and_one_of_fewer_is_refused() -> None:
+    arena = Arena(64)
+    allocate(arena, 64)
+    allocation = allocate(arena, 0, 0)
+    assert (allocation.ranges, allocation.taken_bytes) == ((), 0)
+    assert [view.nbytes for view in arena.views(allocation)] == [0, 0]
+    arena.free(allocation)
+    with pytest.raises(ValueError, match="no fewer than 0 bytes"):
+        arena.allocate((64, -1))
 
 
 @pytest.mark.parametrize("capacity_bytes", [-64, 0, 63])
-def test_an_arena_too_small_for_one_extent_is_refused(capacity_bytes: int) -> None:
+def test_an_arena_too_small_for_one_block_is_refused(capacity_bytes: int) -> None:
     with pytest.raises(ValueError, match="at least 64 bytes"):
         Arena(capacity_bytes)
 
 
-def test_double_free_foreign_and_stale_extents_raise() -> None:
+def test_double_free_foreign_and_stale_allocations_raise() -> None:
     arena, other = Arena(256), Arena(256)
-    extent, foreign = allocate(arena, 64), allocate(other, 64)
-    assert extent is not None
-    assert foreign is not None
+    allocation, foreign = allocate(arena, 64), allocate(other, 64)
     with pytest.raises(ValueError, match="not held"):
         arena.free(foreign)
-    arena.free(extent)
+    arena.free(allocation)
     with pytest.raises(ValueError, match="not held"):
-        arena.free(extent)
+        arena.free(allocation)
     with pytest.raises(ValueError, match="not held"):
-        arena.view(extent)
+        arena.views(allocation)
+    with pytest.raises(ValueError, match="not held"):
+        arena.keep_ends(allocation, (64,))
     again = allocate(arena, 64)
-    assert again is not None
-    assert again.offset == extent.offset
+    assert again.spans == allocation.spans
     with pytest.raises(ValueError, match="not held"):
-        arena.free(extent)
+        arena.free(allocation)
     assert arena.used_bytes == 64
 
 
-def test_the_front_of_an_extent_goes_back_in_aligned_steps() -> None:
+def test_the_front_of_a_block_goes_back_in_aligned_steps() -> None:
     arena = Arena(512)
-    extent, behind = allocate(arena, 250), allocate(arena, 256)
-    assert extent is not None
-    assert behind is not None
-    arena.view(extent)[:] = np.arange(250)
-    left = extent
-    for num_bytes, num_left, offset in ((63, 250, 0), (64, 186, 64), (130, 58, 192)):
-        left = arena.free_front(left, num_bytes)
-        assert (left.num_bytes, left.offset) == (num_left, offset)
-        assert arena.used_bytes == 256 + left.taken_bytes
-        assert arena.view(left).tolist() == list(range(250 - num_left, 250))
+    allocation, behind = allocate(arena, 250), allocate(arena, 256)
+    arena.views(allocation)[0][:] = np.arange(250)
+    left = allocation
+    for size, offset, taken_bytes in ((250, 0, 256), (187, 63, 256), (186, 64, 192), (58, 192, 64)):
+        left = arena.keep_ends(left, (size,))
+        assert left.spans == ((offset, size),)
+        assert (left.taken_bytes, arena.used_bytes) == (taken_bytes, 256 + taken_bytes)
+        assert arena.views(left)[0].tolist() == list(range(250 - size, 250))
     assert arena.space.largest == 192
     with pytest.raises(ValueError, match="not held"):
-        arena.free(extent)
-    arena.free(left)
+        arena.free(allocation)
+    nothing = arena.keep_ends(left, (0,))
+    assert (nothing.spans, arena.used_bytes) == (((0, 0),), 256)
+    arena.free(nothing)
     arena.free(behind)
     assert (arena.space.num_ranges, arena.space.largest) == (1, 512)
 
 
-@pytest.mark.parametrize("num_bytes", [-1, 100, 164])
-def test_an_extent_of_nothing_but_its_front_is_refused(num_bytes: int) -> None:
+@pytest.mark.parametrize("size", [-1, 101, 164])
+def test_an_end_that_a_block_does_not_have_is_refused(size: int) -> None:
     arena = Arena(256)
-    extent = allocate(arena, 100)
-    assert extent is not None
-    with pytest.raises(ValueError, match="leave no extent"):
-        arena.free_front(extent, num_bytes)
+    allocation = allocate(arena, 100)
+    with pytest.raises(ValueError, match="has no end"):
+        arena.keep_ends(allocation, (size,))
     assert arena.used_bytes == 128
+    arena.free(allocation)
 
 
 def test_a_view_outlives_its_arena() -> None:
     arena = Arena(4096)
-    extent = allocate(arena, 4096)
-    assert extent is not None
-    view = arena.view(extent)
+    (view,) = arena.views(allocate(arena, 4096))
     view[:] = 9
-    del arena, extent
+    del arena
     assert int(view.sum()) == 9 * 4096
 
 
-@settings(max_examples=60)
-@given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 400), st.integers(0, 10**6)), max_size=80))
-def test_any_history_keeps_the_extents_apart_and_the_totals_right(steps: list[tuple[bool, int, int]]) -> None:
+@settings(max_examples=100)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["take", "take", "free", "trim"]),
+            st.lists(st.integers(0, 300), min_size=1, max_size=4),
+            st.integers(0, 10**6),
+        ),
+        max_size=80,
+    )
+)
+def test_any_history_keeps_the_blocks_apart_and_the_totals_right(
+    steps: list[tuple[str, list[int], int]],
+) -> None:
     arena = Arena(4096)
-    held: dict[int, tuple[object, int]] = {}
-    for step, (is_free, num_bytes, choice) in enumerate(steps):
-        if is_free and held:
+    held: dict[int, tuple[Allocation, int]] = {}
+
+    def check(allocation: Allocation, value: int) -> None:
+        # Each allocation has its own value: a later write that overlaps it would be seen here.
+        assert all((view == value).all() for view in arena.views(allocation))
+
+    for step, (kind, sizes, choice) in enumerate(steps):
+        if kind == "take":
+            free_bytes = arena.free_bytes
+            allocation = arena.allocate(sizes)
+            needed_bytes = sum(map(aligned_num_bytes, sizes))
+            if allocation is None:
+                assert needed_bytes > arena.space.largest
+                assert arena.free_bytes == free_bytes
+                continue
+            assert all(span.offset % ALIGNMENT_BYTES == 0 for span in allocation.spans)
+            assert allocation.taken_bytes == needed_bytes
+            for view in arena.views(allocation):
+                view[:] = step % 256
+            held[step] = (allocation, step % 256)
+        elif held:
             tag = sorted(held)[choice % len(held)]
-            extent, value = held.pop(tag)
-            assert (arena.view(extent) == value).all()  # type: ignore[arg-type]
-            arena.free(extent)  # type: ignore[arg-type]
-        else:
-            largest = arena.space.largest
-            extent = allocate(arena, num_bytes)
-            assert (extent is None) == (aligned_num_bytes(num_bytes) > largest)
-            if extent is not None:
-                assert extent.offset % ALIGNMENT_BYTES == 0
-                # Each extent gets its own value: a later write that overlaps it would be seen above.
-                arena.view(extent)[:] = step % 256
-                held[step] = (extent, step % 256)
-        taken = sum(aligned_num_bytes(extent.num_bytes) for extent, _ in held.values())  # type: ignore[attr-defined]
-        assert arena.used_bytes == taken
+            allocation, value = held.pop(tag)
+            check(allocation, value)
+            if kind == "free":
+                arena.free(allocation)
+            else:
+                kept = [choice % (span.num_bytes + 1) for span in allocation.spans]
+                held[tag] = (arena.keep_ends(allocation, kept), value)
+                assert [span.num_bytes for span in held[tag][0].spans] == kept
+                check(*held[tag])
+        assert arena.used_bytes == sum(allocation.taken_bytes for allocation, _ in held.values())
         assert arena.used_bytes + arena.free_bytes == arena.capacity_bytes
-    for extent, value in held.values():
-        assert (arena.view(extent) == value).all()  # type: ignore[arg-type]
-        arena.free(extent)  # type: ignore[arg-type]
+    for allocation, value in held.values():
+        check(allocation, value)
+        arena.free(allocation)
     assert arena.space.num_ranges == 1
     assert arena.space.largest == arena.free_bytes == arena.capacity_bytes
 
@@ -228,19 +262,6 @@ def test_blocks_freed_together_leave_what_they_leave_one_by_one(sizes: list[int]
     together.give_all(gaps)
     assert dict(together._size_at) == dict(single._size_at)
     assert together.free_bytes == single.free_bytes
-
-
-def test_freeing_many_extents_frees_all_or_none() -> None:
-    arena = Arena(1024)
-    extents = arena.allocate_all((64, 64, 64))
-    assert extents is not None
-    arena.free(extents[1])
-    for wrong in (extents, (extents[0], extents[0])):
-        with pytest.raises(ValueError, match="freed"):
-            arena.free_all(wrong)
-        assert arena.used_bytes == 128
-    arena.free_all((extents[2], extents[0]))
-    assert (arena.used_bytes, arena.space.num_ranges) == (0, 1)
 
 
 def test_the_descriptor_maps_the_same_bytes_and_cannot_change_their_number() -> None:

@@ -71,11 +71,13 @@ class MoodyStore(TieredStore):
         self.num_ended_clears = 0
         self.num_lists = 0
 
-    def reserve(self, *args: Any, **kwargs: Any) -> Any:
+    def reserve(self, *args: Any, at_once: bool = False, **kwargs: Any) -> Any:
         if self.error is not None:
             raise self.error
+        if at_once and not self.may_reserve.is_set():
+            return None
         assert self.may_reserve.wait(TIMEOUT_S)
-        return super().reserve(*args, **kwargs)
+        return super().reserve(*args, at_once=at_once, **kwargs)
 
     def trim(self, *args: Any) -> int:
         assert self.may_trim.wait(TIMEOUT_S)

@@ -20,6 +20,7 @@ from krul_backend.tiers.common.eviction import (
     LruPolicy,
     ValuePolicy,
     make_policy,
+    value_of,
 )
 from krul_backend.tiers.common.hint import Hint
 
@@ -36,9 +37,9 @@ class Item:
     start_token: int = 0
 
     @property
-    def restore_s(self) -> float:
+    def value(self) -> float:
         self.num_looks += 1
-        return self.saved_s
+        return value_of(self.saved_s, self.num_tokens, self.taken_bytes)
 
 
 class Clock:

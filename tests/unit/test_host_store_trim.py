@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +65,16 @@ def test_a_trim_keeps_the_end_of_each_block(store: HostStore) -> None:
     stats = store.stats()
     assert (stats.trimmed_segments, stats.trimmed_bytes, stats.stored_bytes) == (1, 130, 190)
     assert (stats.num_pages, stats.stored_tokens) == (4, 16)
+
+
+def test_a_trimmed_segment_is_worth_more_for_its_bytes() -> None:
+    store = HostStore(1 << 15)
+    segment_id, _ = put(store, "c", 0, 4, sizes=(8192, 8192))
+    segment = present(store.hold(segment_id))
+    before = segment.value
+    store.unhold(segment)
+    assert store.trim(segment_id, (16, 0), (0, 8192)) == 8192
+    assert segment.value == pytest.approx(before * math.sqrt(2))
 
 
 def test_what_cannot_be_freed_stays_counted_until_it_can(store: HostStore) -> None:

@@ -97,6 +97,13 @@ def wait_a_round(waiting: ReturningRequests, rids: str) -> None:
         queue += rids
 
 
+def take_in_dram(rig: Rig, waiting: ReturningRequests, rid: str = "r") -> bool:
+    """Take a request's lease, and release it; returns whether all of it was in DRAM."""
+    held = present(waiting.take(rid))
+    rig.store.release(held.lease)
+    return held.lease.is_in_dram
+
+
 def end_all(rig: Rig, waiting: ReturningRequests, rids: str) -> str:
     """End the leases of these requests, one after the other; returns who held one."""
     held = {rid: waiting.take(rid) for rid in rids}
@@ -252,9 +259,7 @@ def test_what_found_no_room_is_fetched_when_there_is_some(
     wait_until_read(rig)
     clock.now_s += RENEW_INTERVAL_S
     assert promise(waiting) == 4
-    held = present(waiting.take("r"))
-    assert held.lease.is_in_dram
-    rig.store.release(held.lease)
+    assert take_in_dram(rig, waiting)
     rig.assert_nothing_is_held()
 
 
@@ -319,9 +324,7 @@ def test_what_waits_below_dram_is_prefetched_when_there_is_room(rig: Rig, clock:
     waiting.release("a")
     wait_a_round(waiting, "bc")
     wait_until_read(rig, num_segments=2)
-    held = present(waiting.take("b"))
-    assert held.lease.is_in_dram
-    rig.store.release(held.lease)
+    assert take_in_dram(rig, waiting, "b")
     waiting.release("c")
     rig.assert_nothing_is_held()
 
@@ -336,9 +339,7 @@ def test_a_request_keeps_its_place_in_dram_when_its_prefix_on_the_device_changes
     wait_until_read(rig)
     assert look_ahead(waiting, "cd") == [4, 4]
     assert rig.store.stats().num_leases == 2
-    held = present(waiting.take("c"))
-    assert held.lease.is_in_dram
-    rig.store.release(held.lease)
+    assert take_in_dram(rig, waiting, "c")
     waiting.release("d")
     rig.assert_nothing_is_held()
 
@@ -438,12 +439,7 @@ def test_after_a_refusal_none_asks_for_a_while_and_then_all_do_in_their_order(cl
         wait_a_round(waiting, "abcd")
     wait_until_read(rig, num_segments=2)
     assert rig.store.stats().failed_fetches >= 2
-    in_dram = []
-    for name in "abcd":
-        held = present(waiting.take(name))
-        in_dram.append(held.lease.is_in_dram)
-        rig.store.release(held.lease)
-    assert in_dram == [True, True, False, False]
+    assert [take_in_dram(rig, waiting, name) for name in "abcd"] == [True, True, False, False]
     rig.assert_nothing_is_held()
 
 
@@ -550,12 +546,7 @@ def test_one_that_may_have_no_more_in_dram_holds_nobody_up(clock: Clock) -> None
     put_below(rig.ssd, "c", 0, 1, (10, 10))
     look_ahead(waiting, "abc")
     wait_until_read(rig)
-    in_dram = []
-    for name in "abc":
-        held = present(waiting.take(name))
-        in_dram.append(held.lease.is_in_dram)
-        rig.store.release(held.lease)
-    assert in_dram == [False, False, True]
+    assert [take_in_dram(rig, waiting, name) for name in "abc"] == [False, False, True]
     stats = rig.store.stats()
     assert (stats.failed_fetches, stats.num_leases) == (2, 0)
 
@@ -714,9 +705,7 @@ def test_each_renewal_is_later_than_the_one_before(
     rig.ssd.reads_go_on.set()
     wait_until_read(rig)
     # Its request is admitted: what has arrived is known.
-    held = present(waiting.take("r"))
-    assert held.lease.is_in_dram
-    rig.store.release(held.lease)
+    assert take_in_dram(rig, waiting)
     rig.assert_nothing_is_held()
 
 
@@ -906,7 +895,5 @@ def test_a_moved_run_comes_to_dram_while_its_request_waits(
     assert look_up(waiting, "a", keys, lambda num_found: moved_run(5, 9)) > 0
     wait_a_round(waiting, "a")
     wait_until_read(rig)
-    held = present(waiting.take("a"))
-    assert held.lease.is_in_dram
-    rig.store.release(held.lease)
+    assert take_in_dram(rig, waiting, "a")
     rig.assert_nothing_is_held()

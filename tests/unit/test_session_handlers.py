@@ -131,8 +131,19 @@ def test_one_number_cannot_be_asked_for_twice_at_a_time(store: TieredStore, sess
         handlers.handle(session, LEASE, tokens_of(KEYS))
 
 
+@pytest.fixture
+def crowded(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> TieredStore:
+    """A store in which more segments than one look takes have to be evicted for ``ALL``."""
+    put(store, "d", 0, 2)
+    monkeypatch.setattr("krul_backend.tiers.dram.reservations.MAX_VISITED", 1)
+    return store
+
+
+ALL = (1 << 19, 1 << 19)
+
+
 def reserve(handlers: SessionHandlers, session: Session) -> Deferred[Any]:
-    request = ReserveRequest(token="t", id=3, reservation_id=7, layer_num_bytes=(100, 60), tenant="")
+    request = ReserveRequest(token="t", id=3, reservation_id=7, layer_num_bytes=ALL, tenant="")
     answer = handlers.handle(session, request, None)
     assert isinstance(answer, Deferred)
     return answer
@@ -147,21 +158,39 @@ def done(deferred: Deferred[Any]) -> Future[Any]:
     return future
 
 
-def test_space_is_looked_for_in_another_thread(store: TieredStore, session: Session) -> None:
-    handlers = SessionHandlers(store, may_lookup_wait=False)
+def test_space_that_needs_a_long_look_is_looked_for_in_another_thread(
+    crowded: TieredStore, session: Session
+) -> None:
+    handlers = SessionHandlers(crowded, may_lookup_wait=False)
     deferred = reserve(handlers, session)
-    assert store.stats().num_reservations == 0
+    stats = crowded.stats()
+    assert (stats.num_reservations, stats.evicted_segments, stats.rejected_reservations) == (0, 0, 0)
     with pytest.raises(ValueError, match="reservation 7 was asked for before"):
         reserve(handlers, session)
-    assert [span.num_bytes for span in deferred.finish(done(deferred))] == [100, 60]
+    assert tuple(span.num_bytes for span in deferred.finish(done(deferred))) == ALL
     assert list(session.reservations.granted) == [7]
+    assert crowded.stats().evicted_segments == 2
+
+
+def test_space_is_reserved_at_once_where_one_look_is_enough(store: TieredStore, session: Session) -> None:
+    handlers = SessionHandlers(store, may_lookup_wait=False)
+    for number, sizes in ((7, (100, 60)), (8, (192, (1 << 20) - 384))):
+        request = ReserveRequest(token="t", id=3, reservation_id=number, layer_num_bytes=sizes, tenant="")
+        spans = handlers.handle(session, request, None)
+        assert tuple(span.num_bytes for span in spans) == sizes
+        assert number in session.reservations.granted
+    assert store.stats().evicted_segments == 1
+    request = ReserveRequest(token="t", id=3, reservation_id=9, layer_num_bytes=(), tenant="")
+    with pytest.raises(ValueError, match="needs blocks"):
+        handlers.handle(session, request, None)
+    assert not session.reservations.pending
 
 
 @pytest.mark.parametrize("ends", ["abort", "session"])
 def test_a_reservation_given_back_before_it_was_made_is_not_kept(
-    store: TieredStore, session: Session, ends: str
+    crowded: TieredStore, session: Session, ends: str
 ) -> None:
-    handlers = SessionHandlers(store, may_lookup_wait=False)
+    handlers = SessionHandlers(crowded, may_lookup_wait=False)
     deferred = reserve(handlers, session)
     future = done(deferred)
     if ends == "abort":
@@ -169,7 +198,7 @@ def test_a_reservation_given_back_before_it_was_made_is_not_kept(
     else:
         handlers.end_session(session)
     assert deferred.finish(future) is None
-    assert (session.reservations.granted, store.stats().num_reservations) == ({}, 0)
+    assert (session.reservations.granted, crowded.stats().num_reservations) == ({}, 0)
 
 
 @pytest.mark.parametrize("ends", ["release", "session", None])

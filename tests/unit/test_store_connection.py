@@ -27,6 +27,16 @@ from tests.support.segment_builders import MODEL
 
 GIB = 1 << 30
 ALONE = RankAgreement(None, 1)
+EVERY_OPTION = KrulConfig(
+    ssd_dir="/mnt/kv store",
+    ssd_capacity=5 * GIB,
+    ssd_timeout=0.25,
+    ssd_queue=GIB,
+    mooncake="master_address=10.0.0.1:50051,metadata_server=http://10.0.0.1:8080/metadata?a=b",
+    eviction="lru",
+    tenant_quota=0.5,
+    metrics_port=9400,
+)
 
 
 # ---- what the daemon is told ----
@@ -47,17 +57,7 @@ def test_a_daemon_is_told_its_memory_and_the_defaults() -> None:
 
 
 def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
-    config = KrulConfig(
-        ssd_dir="/mnt/kv store",
-        ssd_capacity=5 * GIB,
-        ssd_timeout=0.25,
-        ssd_queue=GIB,
-        mooncake="master_address=10.0.0.1:50051,metadata_server=http://10.0.0.1:8080/metadata?a=b",
-        eviction="lru",
-        tenant_quota=0.5,
-        metrics_port=9400,
-    )
-    assert options(daemon_arguments(config, GIB)) == [
+    assert options(daemon_arguments(EVERY_OPTION, GIB)) == [
         ("--host-memory", str(GIB)),
         ("--eviction", "lru"),
         ("--tenant-quota", "0.5"),
@@ -72,22 +72,7 @@ def test_a_daemon_is_told_every_option_that_is_its_own() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        KrulConfig(),
-        KrulConfig(
-            ssd_dir="/mnt/kv store",
-            ssd_capacity=5 * GIB,
-            ssd_timeout=0.25,
-            ssd_queue=GIB,
-            mooncake="master_address=10.0.0.1:50051,metadata_server=http://10.0.0.1:8080/metadata?a=b",
-            eviction="lru",
-            tenant_quota=0.5,
-            metrics_port=9400,
-        ),
-    ],
-)
+@pytest.mark.parametrize("config", [KrulConfig(), EVERY_OPTION])
 def test_the_daemon_understands_what_it_is_told(config: KrulConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[DaemonConfig] = []
     monkeypatch.setattr(serve, "serve", served.append)

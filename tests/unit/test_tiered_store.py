@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
 import threading
@@ -592,6 +593,7 @@ def test_having_a_segment_saves_computing_it_or_reading_it_from_below(rig: Rig) 
     segment_id, _ = put(rig.store, "c", 0, 2, recompute_s=0.25)
     segment = present(rig.host.hold(segment_id))
     assert segment.restore_s == 0.25
+    before = segment.value
     rig.mooncake.writes_go_on.set()
     # From there it takes longer than computing it.
     wait_until(lambda: segment.lower_load_s is not None)
@@ -600,6 +602,8 @@ def test_having_a_segment_saves_computing_it_or_reading_it_from_below(rig: Rig) 
     rig.ssd.writes_go_on.set()
     wait_until(lambda: segment.restore_s < 0.25)
     assert segment.restore_s == pytest.approx(2 * 0.001 + 160e-5)
+    wait_until(lambda: segment.value < before)
+    assert segment.value == pytest.approx(before * math.sqrt(segment.restore_s / 0.25))
     rig.host.unhold(segment)
     assert rig.store.tier_costs()["mooncake"].latency_s == 0.5
 

@@ -106,11 +106,17 @@ class TieredStore(KVStore):
         return missing
 
     def reserve(
-        self, layer_num_bytes: Sequence[int], tenant: str = "", *, is_fast_copy: bool = False
+        self,
+        layer_num_bytes: Sequence[int],
+        tenant: str = "",
+        *,
+        is_fast_copy: bool = False,
+        at_once: bool = False,
     ) -> Reservation | None:
+        """As ``KVStore.reserve``, and as ``HostStore.reserve`` if it is to be ``at_once``."""
         # It may evict: what no lower tier has taken yet is offered before, and stays if it is taken.
         self._write_behind.offer()
-        return self._host.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy)
+        return self._host.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy, at_once=at_once)
 
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[bytes]) -> int:
         # Held until the tiers hold it: else it might be evicted before they are offered it.

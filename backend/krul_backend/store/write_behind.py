@@ -241,22 +241,15 @@ class WriteBehind:
         while (done := self._done.get()) is not None:
             tier, segment = done
             try:
-                _note_written(tier, segment)
+                manifest = segment.manifest
+                if not tier.find_missing(manifest.model, manifest.page_keys):
+                    self._host.note_lower_load(segment, tier.load_s(manifest))
                 with self._lock:
                     self._offer_waiting(tier)
             except StoreClosedError:
                 logger.debug("closed: nothing more is offered to %s", tier.name)
             except Exception:
                 logger.exception("offering segments to the tier %s failed", tier.name)
-
-
-def _note_written(tier: LowerTier, segment: StoredSegment) -> None:
-    """Note that a tier may hold a segment now: then having it in DRAM saves less time."""
-    manifest = segment.manifest
-    if not tier.find_missing(manifest.model, manifest.page_keys):
-        seconds = tier.load_s(manifest)
-        before_s = segment.lower_load_s
-        segment.lower_load_s = seconds if before_s is None else min(before_s, seconds)
 
 
 class _Hold:

@@ -154,7 +154,8 @@ class DaemonStore(KVStore):
                 return None
             if tuple(span.num_bytes for span in spans) != sizes:
                 raise ProtocolError(f"asked for blocks of {sizes} bytes, got {spans}")
-            blocks = tuple(view_in(connection.arena, span) for span in spans)
+            arena = connection.arena
+            blocks = tuple(view_in(arena, span) for span in spans)
         except UNANSWERED as error:
             self._link.note_failure(connection, "reserve", error)
             connection.post(AbortRequest(reservation_id=reservation_id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec.structs import astuple
@@ -39,7 +40,6 @@ from krul_backend.daemon.server.lanes import Deferred, Lane
 from krul_backend.daemon.server.sessions import Held, Session
 from krul_backend.errors import ManifestError, ProtocolError
 from krul_backend.segment import FORMAT_VERSION, ModelIdentity, TokenIds
-from krul_backend.store.interface import KVStore
 from krul_backend.store.tiered_store import TieredStore
 from krul_backend.tiers.common.interface import (
     Lease,
@@ -66,7 +66,7 @@ class SessionHandlers:
     ``may_lookup_wait``: a lookup may wait for a network, so it runs in another thread.
     """
 
-    def __init__(self, store: KVStore, may_lookup_wait: bool) -> None:
+    def __init__(self, store: TieredStore, may_lookup_wait: bool) -> None:
         self._store = store
         self._may_lookup_wait = may_lookup_wait
         self._of_request: dict[type[Request[Any]], Callable[..., Any]] = {
@@ -142,12 +142,7 @@ class SessionHandlers:
 
         if self._may_lookup_wait:
             return Deferred(work, finish)
-        done: Future[Lease | None] = Future()
-        try:
-            done.set_result(work())
-        except Exception as error:
-            done.set_exception(error)
-        return finish(done)
+        return finish(_done(work))
 
     def _prefetch(self, session: Session, request: PrefetchRequest) -> Deferred[Prefetched]:
         tails, priority = _tails_of(request), request.priority
@@ -199,19 +194,21 @@ class SessionHandlers:
         if lease_id not in session.in_use:
             self._store.release(lease)
 
-    def _reserve(self, session: Session, request: ReserveRequest) -> Deferred[Reservation | None]:
+    def _reserve(self, session: Session, request: ReserveRequest) -> Any:
         settle = _ask_for(session.reservations, request.reservation_id, "reservation", self._store.abort)
 
         def finish(future: Future[Reservation | None]) -> tuple[Span, ...] | None:
             reservation = settle(future)
             return reservation.spans if reservation is not None else None
 
-        def work() -> Reservation | None:
+        def work(*, at_once: bool = False) -> Reservation | None:
             return self._store.reserve(
-                request.layer_num_bytes, request.tenant, is_fast_copy=request.is_fast_copy
+                request.layer_num_bytes, request.tenant, is_fast_copy=request.is_fast_copy, at_once=at_once
             )
 
-        return Deferred(work, finish, Lane.ROOM)
+        done = _done(partial(work, at_once=True))
+        is_later = done.exception() is None and done.result() is None
+        return Deferred(work, finish, Lane.ROOM) if is_later else finish(done)
 
     def _commit(self, session: Session, request: CommitRequest, token_ids: TokenIds) -> int:
         reservation = session.reservations.granted.pop(request.reservation_id, None)
@@ -330,6 +327,16 @@ def _ask_for(
         return granted
 
     return settle
+
+
+def _done(work: Callable[[], T]) -> Future[T]:
+    """Do work here and now; returns what comes of it as another thread would."""
+    done: Future[T] = Future()
+    try:
+        done.set_result(work())
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 def _tails_of(request: FetchRequest | PrefetchRequest) -> list[SegmentTail | None] | None:

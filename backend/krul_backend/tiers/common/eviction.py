@@ -46,19 +46,12 @@ class Evictable(Protocol):
     def segment_id(self) -> int: ...
 
     @property
-    def taken_bytes(self) -> int:
-        """Bytes that its eviction frees."""
-
-    @property
     def start_token(self) -> int:
         """Position in the conversation; 0 for the first segment of one."""
 
     @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def restore_s(self) -> float:
-        """Seconds that a restore saves by finding it in this tier; 0 if not known."""
+    def value(self) -> float:
+        """See ``value_of``."""
 
 
 def _in_order(order: Collection[int], named: Collection[int] = ()) -> Iterator[int]:
@@ -85,11 +78,14 @@ def usual_pause_s(usual_s: float, pause_s: float) -> float:
     return usual_s if pause_s <= _TURN_S else usual_s + _PAUSE_LEARNING_RATE * (pause_s - usual_s)
 
 
-def worth(restore_s: float, num_tokens: int, taken_bytes: int, idle_s: float) -> float:
-    """See ``ValuePolicy``. ``restore_s``: what a restore saves, 0 if not known; ``idle_s``: since its last
-    use, or its usual pause if that is longer."""
+def value_of(restore_s: float, num_tokens: int, taken_bytes: int) -> float:
+    """What having a segment is worth, the root of seconds per byte; see ``ValuePolicy``.
+
+    ``restore_s``: what a restore saves by finding it in this tier, 0 if not known. ``taken_bytes``: what its
+    eviction frees.
+    """
     saved_s = restore_s or num_tokens * UNKNOWN_TOKEN_S
-    return math.sqrt(saved_s / max(taken_bytes, _MIN_TAKEN_BYTES)) / idle_s
+    return math.sqrt(saved_s / max(taken_bytes, _MIN_TAKEN_BYTES))
 
 
 class EvictionPolicy(ABC):
@@ -205,16 +201,13 @@ class _Node:
         """See ``ValuePolicy``."""
         if not self.is_reachable:
             return 0.0
-        usual_s = max(now_s - self.last_used_s, self.pause_s)
+        idle_s = max(now_s - self.last_used_s, self.pause_s)
+        next_use_at_s = self.next_use_at_s
+        # Once a usual pause has passed after a use that a hint expects, it says nothing any more.
+        if next_use_at_s is not None and now_s - next_use_at_s <= self.pause_s:
+            idle_s = max(abs(next_use_at_s - now_s), _TURN_S)
         weight = _DEMOTED_WEIGHT if self.is_demoted else self.weight
-        segment, idle_s = self.segment, self._from_next_use_s(now_s, usual_s)
-        return weight * worth(segment.restore_s, segment.num_tokens, segment.taken_bytes, idle_s)
-
-    def _from_next_use_s(self, now_s: float, usual_s: float) -> float:
-        """Seconds to the use that a hint expects, or since then for a usual pause; else ``usual_s``."""
-        if self.next_use_at_s is None or now_s - self.next_use_at_s > self.pause_s:
-            return usual_s
-        return max(abs(self.next_use_at_s - now_s), _TURN_S)
+        return weight * self.segment.value / idle_s
 
 
 class ValuePolicy(EvictionPolicy):

@@ -473,11 +473,11 @@ def checked_checksums(
     """
     if len(checksums) != len(layer_num_bytes):
         raise ManifestError(f"checksums of {len(checksums)} blocks for {len(layer_num_bytes)} layers")
-    for layer, (checksum, num_bytes) in enumerate(zip(checksums, layer_num_bytes, strict=True)):
-        wanted = num_ranges(num_bytes, range_bytes)
-        if len(checksum) != CHECKSUM_BYTES * wanted:
-            raise ManifestError(
-                f"layer {layer} has {len(checksum)} bytes of checksums for {wanted} ranges of "
-                f"{range_bytes} bytes"
-            )
+    wanted = [CHECKSUM_BYTES * num_ranges(num_bytes, range_bytes) for num_bytes in layer_num_bytes]
+    given = [len(checksum) for checksum in checksums]
+    if given != wanted:
+        raise ManifestError(
+            f"{given} bytes of checksums by layer, but {wanted} for blocks of {tuple(layer_num_bytes)} bytes "
+            f"in ranges of {range_bytes}"
+        )
     return tuple(checksums)

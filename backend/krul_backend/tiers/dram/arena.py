@@ -1,4 +1,4 @@
-"""The arena: one memory mapping, cut into extents of exactly the size that a block needs."""
+"""The arena: one memory mapping, cut into blocks of exactly the bytes that are asked for."""
 
 from __future__ import annotations
 
@@ -6,42 +6,52 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from krul_backend.free_extents import FreeExtents
+from krul_backend.free_extents import FreeExtents, joined
 from krul_backend.memory import create_memory_file, map_shared
+from krul_backend.tiers.common.interface import Span
 
 ALIGNMENT_BYTES = 64
-"""Every extent starts at a multiple of this: a cache line, and the widest vector load of a CPU."""
+"""Every block starts at a multiple of this: a cache line, and the widest vector load of a CPU."""
 
 
 def aligned_num_bytes(num_bytes: int) -> int:
-    """Bytes that an extent of ``num_bytes`` takes from the arena: rounded up to the alignment."""
+    """Bytes that a block of ``num_bytes`` takes from the arena: rounded up to the alignment."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-# Identity, not equality, says which extent is meant: another arena's extent, or one that was freed before the
-# same range was handed out again, has equal numbers and must still be refused.
+# Identity, not equality, says which one is meant: another arena's, or one that was freed before the same
+# bytes were handed out again, has equal numbers and must still be refused.
 @dataclass(frozen=True, eq=False)
-class Extent:
-    """``[offset, offset + num_bytes)`` of one arena, held until it is freed."""
+class Allocation:
+    """What the blocks of one segment take of an arena, held until it is freed.
 
-    offset: int
-    num_bytes: int
+    ``spans``: the bytes of each block; at offset 0 for a block of none. Its ``ranges`` are all that it takes,
+    alignment included, ascending; blocks that touch are one range.
+    """
 
-    @property
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def ranges(self) -> tuple[Span, ...]:
+        unit = ALIGNMENT_BYTES
+        taken = ((at - at % unit, aligned_num_bytes(at % unit + size)) for at, size in self.spans if size)
+        return tuple(map(Span._make, joined(taken)))
+
+    @cached_property
     def taken_bytes(self) -> int:
-        """Bytes that the arena counts for it, alignment included."""
-        return aligned_num_bytes(self.num_bytes)
+        return sum(num_bytes for _, num_bytes in self.ranges)
 
 
 class Arena:
     """A best-fit allocator over one memory file, mapped shared. Not thread-safe: its store holds the lock.
 
     The operating system backs a page of the mapping with memory at the first write to it, so an empty arena
-    costs nothing; freed extents stay backed. The memory is returned when the arena, the last view and the
+    costs nothing; freed blocks stay backed. The memory is returned when the arena, the last view and the
     last mapping of its file in another process are gone. The file is sealed: if a process could shrink it,
     an access to the missing part would kill every process that maps it.
 
@@ -51,7 +61,7 @@ class Arena:
         capacity_bytes: size in bytes, rounded down to a multiple of ``ALIGNMENT_BYTES``.
 
     Raises:
-        ValueError: if not even one aligned extent fits.
+        ValueError: if not even one aligned block fits.
         OSError: if the mapping is refused.
     """
 
@@ -63,7 +73,7 @@ class Arena:
         weakref.finalize(self, os.close, self._descriptor)
         self._buffer = np.frombuffer(map_shared(self._descriptor, capacity_bytes), dtype=np.uint8)
         self.space = FreeExtents(capacity_bytes)
-        self._live: dict[int, Extent] = {}
+        self._live: set[Allocation] = set()
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
@@ -84,75 +94,68 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all extents, alignment included."""
+        """Bytes of all that is taken, alignment included."""
         return self.capacity_bytes - self.space.free_bytes
 
-    def allocate_all(self, sizes: Sequence[int]) -> tuple[Extent, ...] | None:
-        """Take one extent per size in bytes, with whatever content is there; None if not all of them fit.
+    def allocate(self, sizes: Sequence[int]) -> Allocation | None:
+        """Take a block per size in bytes, with whatever content is there; None if not all of them fit.
 
         Raises:
-            ValueError: if a size is not positive.
+            ValueError: if a size is negative.
         """
-        if any(num_bytes <= 0 for num_bytes in sizes):
-            raise ValueError(f"an extent needs at least one byte, got sizes {tuple(sizes)}")
-        offsets = self.space.take_all([aligned_num_bytes(num_bytes) for num_bytes in sizes])
+        if min(sizes, default=0) < 0:
+            raise ValueError(f"a block has no fewer than 0 bytes, got sizes {tuple(sizes)}")
+        offsets = self.space.take_all([aligned_num_bytes(size) for size in sizes if size])
         if offsets is None:
             return None
-        extents = tuple(Extent(offset, size) for offset, size in zip(offsets, sizes, strict=True))
-        self._live.update((extent.offset, extent) for extent in extents)
-        return extents
+        of_blocks = iter(offsets)
+        allocation = Allocation(tuple(Span(next(of_blocks) if size else 0, size) for size in sizes))
+        self._live.add(allocation)
+        return allocation
 
-    def free(self, extent: Extent) -> None:
-        """Give an extent back. Views of it must not be used any more.
-
-        Raises:
-            ValueError: if the extent was freed before or belongs to another arena.
-        """
-        self.free_all((extent,))
-
-    def free_all(self, extents: Sequence[Extent]) -> None:
-        """Give extents back, each as ``free`` does; extents that touch each other are given as one.
+    def free(self, allocation: Allocation) -> None:
+        """Give an allocation back. Views of it must not be used any more.
 
         Raises:
-            ValueError: one was freed before, belongs to another arena, or is named twice. None is freed then.
+            ValueError: if it was freed before or belongs to another arena.
         """
-        for extent in extents:
-            self._check_live(extent)
-        if len({extent.offset for extent in extents}) != len(extents):
-            raise ValueError("an extent cannot be freed twice")
-        for extent in extents:
-            del self._live[extent.offset]
-        self.space.give_all((extent.offset, extent.taken_bytes) for extent in extents)
+        self._check_live(allocation)
+        self._live.remove(allocation)
+        self.space.give_all(allocation.ranges)
 
-    def free_front(self, extent: Extent, num_bytes: int) -> Extent:
-        """Give back as much of the first ``num_bytes`` of an extent as is aligned; returns what is left.
+    def keep_ends(self, allocation: Allocation, sizes: Sequence[int]) -> Allocation:
+        """Keep of each block its last ``sizes`` bytes, which stay in place; returns what is left.
 
-        Up to ``ALIGNMENT_BYTES - 1`` of these bytes stay at the front of the extent that is left. The given
-        extent counts as freed, even if it was left whole. Its end, and so its views' bytes, stay in place.
+        What is before them goes back as far as it is aligned. The given allocation counts as freed.
 
         Raises:
-            ValueError: if not even one byte would be left, or the extent is not held in this arena.
+            ValueError: a block does not have so many bytes, or the allocation is not held in this arena.
         """
-        self._check_live(extent)
-        if not 0 <= num_bytes < extent.num_bytes:
-            raise ValueError(f"{num_bytes} bytes at the front of {extent} leave no extent")
-        num_freed = num_bytes - num_bytes % ALIGNMENT_BYTES
-        rest = Extent(extent.offset + num_freed, extent.num_bytes - num_freed)
-        del self._live[extent.offset]
-        self._live[rest.offset] = rest
-        if num_freed:
-            self.space.give(extent.offset, num_freed)
+        self._check_live(allocation)
+        kept: list[Span] = []
+        given: list[tuple[int, int]] = []
+        for (at, num_bytes), size in zip(allocation.spans, sizes, strict=True):
+            if not 0 <= size <= num_bytes:
+                raise ValueError(f"a block of {num_bytes} bytes has no end of {size}")
+            start, end = at - at % ALIGNMENT_BYTES, at + num_bytes
+            kept.append(Span(end - size if size else 0, size))
+            new_start = aligned_num_bytes(end) if not size else end - size - (end - size) % ALIGNMENT_BYTES
+            given.append((start, new_start - start))
+        rest = Allocation(tuple(kept))
+        self._live.remove(allocation)
+        self._live.add(rest)
+        self.space.give_all(given)
         return rest
 
-    def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
-        """The extent's bytes, uint8 ``[num_bytes]``, writable.
+    def views(self, allocation: Allocation) -> tuple[npt.NDArray[np.uint8], ...]:
+        """The bytes of each block, uint8 ``[num_bytes]``, writable.
 
         Raises:
-            ValueError: if the extent was freed before or belongs to another arena.
+            ValueError: if the allocation was freed before or belongs to another arena.
         """
-        self._check_live(extent)
-        return self._buffer[extent.offset : extent.offset + extent.num_bytes]
+        self._check_live(allocation)
+        return tuple(self._buffer[offset : offset + num_bytes] for offset, num_bytes in allocation.spans)
 
-    def _check_live(self, extent: Extent) -> None:
-        if self._live.get(extent.offset) is not extent:
-            raise ValueError(f"{extent} is not held in this arena: freed before, or another arena's")
+    def _check_live(self, allocation: Allocation) -> None:
+        if allocation not in self._live:
+            raise ValueError(f"{allocation} is not held in this arena: freed before, or another arena's")

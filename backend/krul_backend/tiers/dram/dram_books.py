@@ -16,7 +16,7 @@ from krul_backend.tiers.common.hint import Hint
 from krul_backend.tiers.common.interface import MAX_FAST_COPY_SHARE, Clock, LayerStatus, Reservation
 from krul_backend.tiers.common.page_filter import PageFilter, digest_of
 from krul_backend.tiers.common.page_index import PageIndex, PageRun
-from krul_backend.tiers.dram.arena import Arena, Extent, aligned_num_bytes
+from krul_backend.tiers.dram.arena import Allocation, Arena, aligned_num_bytes
 from krul_backend.tiers.dram.eviction_plan import Candidate, EvictionSearch, FastCopiesFirst
 from krul_backend.tiers.dram.pins_and_quotas import PinBook, TenantQuotas
 from krul_backend.tiers.dram.stored_segment import StoredSegment
@@ -83,7 +83,7 @@ class PendingReservation:
     """A reservation that is neither committed nor aborted. ``clear_mark`` is a ``ClearMarks.now``."""
 
     reservation: Reservation
-    extents: tuple[Extent | None, ...]
+    allocation: Allocation
     tenant: str
     is_fast_copy: bool
     clear_mark: int
@@ -94,7 +94,7 @@ class DramBooks:
 
     Not thread-safe: see ``LockedBooks``, which guards it.
 
-    The life of a segment's extents (a trim frees the front of them while they are indexed)::
+    The life of a segment's allocation (a trim frees the front of blocks while it is indexed)::
 
         taken -> published -> indexed --(evict)--------------------------------> free
               |                    \\-(quarantine, clear)-> pinned ? zombie -> free at the last unpin
@@ -166,7 +166,8 @@ class DramBooks:
         """Evict what a search found, in order; stop with False at the first one that has changed since."""
         for victim in victims:
             segment = victim.segment
-            if not segment.is_indexed or not self._is_idle(segment) or segment.ranges != victim.ranges:
+            has_moved = segment.allocation is not victim.allocation
+            if has_moved or not segment.is_indexed or not self._is_idle(segment):
                 return False
             if not segment.is_fast_copy:
                 self.counters.evicted_segments += 1
@@ -174,29 +175,26 @@ class DramBooks:
             self.remove(segment)
         return True
 
-    def take(self, sizes: Sequence[int], tenant: str) -> tuple[Extent | None, ...] | None:
-        """One extent per size in bytes (None for 0) on a tenant's account; None if they are not free."""
-        taken = self.arena.allocate_all([num_bytes for num_bytes in sizes if num_bytes])
+    def take(self, sizes: Sequence[int], tenant: str) -> Allocation | None:
+        """A block per size in bytes on a tenant's account; None if they are not free."""
+        taken = self.arena.allocate(sizes)
         if taken is None:
             return None
-        taken_bytes = sum(extent.taken_bytes for extent in taken)
-        if self._quotas.excess_bytes(tenant, taken_bytes) > 0:
-            self.arena.free_all(taken)
+        if self._quotas.excess_bytes(tenant, taken.taken_bytes) > 0:
+            self.arena.free(taken)
             return None
-        self._quotas.charge(tenant, taken_bytes)
-        of_layers = iter(taken)
-        return tuple(next(of_layers) if num_bytes else None for num_bytes in sizes)
+        self._quotas.charge(tenant, taken.taken_bytes)
+        return taken
 
     def is_over_quota(self, sizes: Sequence[int], tenant: str) -> bool:
         """True if blocks do not fit into a tenant's quota beside what the tenant has, or into the arena."""
         needed_bytes = sum(map(aligned_num_bytes, sizes))
         return needed_bytes > self.arena.capacity_bytes or self._quotas.excess_bytes(tenant, needed_bytes) > 0
 
-    def give(self, extents: Iterable[Extent | None], tenant: str) -> None:
-        """Free extents, and take them off the tenant's account."""
-        held = [extent for extent in extents if extent is not None]
-        self.arena.free_all(held)
-        self._quotas.charge(tenant, -sum(extent.taken_bytes for extent in held))
+    def give(self, allocation: Allocation, tenant: str) -> None:
+        """Free an allocation, and take it off the tenant's account."""
+        self.arena.free(allocation)
+        self._quotas.charge(tenant, -allocation.taken_bytes)
 
     def move_charge(self, num_bytes: int, tenant: str, to_tenant: str) -> None:
         """Charge another tenant for bytes that were taken on the account of ``tenant``."""
@@ -223,7 +221,7 @@ class DramBooks:
         if segment is None or not self._is_idle(segment):
             return None
         before = self.index_of(segment).before(segment)
-        return Candidate(segment, segment.ranges, segment.taken_bytes, before)
+        return Candidate(segment, segment.allocation, before)
 
     def _is_idle(self, segment: StoredSegment) -> bool:
         """Whether an indexed segment may be evicted: that of a draft model after its target's only."""
@@ -359,7 +357,7 @@ class DramBooks:
             segment.is_prefetched = False
             self.counters.prefetch_wasted_bytes += segment.manifest.num_bytes
         if segment.num_pins == 0:
-            self.give(segment.all_extents, segment.manifest.tenant)
+            self.give(segment.allocation, segment.manifest.tenant)
 
     def _count(self, segment: StoredSegment, sign: int) -> None:
         """Add an indexed segment to the sums, or with ``sign`` -1 take it off."""
@@ -378,7 +376,7 @@ class DramBooks:
         for segment in segments:
             segment.num_pins -= 1
             if segment.num_pins == 0 and not segment.is_indexed:
-                self.give(segment.all_extents, segment.manifest.tenant)
+                self.give(segment.allocation, segment.manifest.tenant)
 
 
 class LockedBooks:

@@ -10,8 +10,7 @@ from itertools import islice
 from krul_backend.free_extents import FreeExtents
 from krul_backend.tiers.common.eviction import EvictionPolicy
 from krul_backend.tiers.common.hint import Hint
-from krul_backend.tiers.common.interface import Span
-from krul_backend.tiers.dram.arena import aligned_num_bytes
+from krul_backend.tiers.dram.arena import Allocation, aligned_num_bytes
 from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 MAX_FREE_SHARE = 1 / 16
@@ -75,9 +74,12 @@ class Candidate:
     """A segment that could be evicted, as it was when looked at; ``before`` is the segment it continues."""
 
     segment: StoredSegment
-    ranges: tuple[Span, ...]
-    taken_bytes: int
+    allocation: Allocation
     before: StoredSegment | None
+
+    @property
+    def taken_bytes(self) -> int:
+        return self.allocation.taken_bytes
 
 
 class EvictionSearch:
@@ -132,7 +134,7 @@ class EvictionSearch:
         A segment is not spared when the one that it continues is evicted.
 
         Evicts nothing itself, so that nothing is evicted for a reservation that fails anyway. It compares
-        extents, not sums of bytes, because pinned blocks can lie between the freed ones.
+        ranges, not sums of bytes, because pinned blocks can lie between the freed ones.
         """
         if sum(self._sizes) > space.capacity_bytes:
             self.is_exhausted = True
@@ -229,7 +231,8 @@ class _Placement:
 
     def covers_part_of(self, victim: Candidate) -> bool:
         """Whether a block would lie on any byte of the segment."""
-        return any(self._overlaps(offset, offset + num_bytes) for offset, num_bytes in victim.ranges)
+        ranges = victim.allocation.ranges
+        return any(self._overlaps(offset, offset + num_bytes) for offset, num_bytes in ranges)
 
     def _overlaps(self, start: int, end: int) -> bool:
         # The ranges are disjoint: only the last one that starts before ``end`` can reach beyond ``start``.
@@ -253,5 +256,5 @@ def _without_spared(
 
 def _give(victim: Candidate, give: Callable[[int, int], None]) -> None:
     """Free a segment's ranges on trial."""
-    for offset, num_bytes in victim.ranges:
+    for offset, num_bytes in victim.allocation.ranges:
         give(offset, num_bytes)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostStore:
-    """Keeps segments in one arena: an extent per layer block, an index by page keys, whole segments evicted.
+    """Keeps segments in one arena: a block per layer, an index by page keys, whole segments evicted.
 
     Thread-safe; ``LockedBooks`` states the rules of the lock. A pinned segment is neither evicted nor
     trimmed.
@@ -100,9 +100,15 @@ class HostStore:
             return books.index.find_missing(model, page_keys)
 
     def reserve(
-        self, layer_num_bytes: Sequence[int], tenant: str = "", *, is_fast_copy: bool = False
+        self,
+        layer_num_bytes: Sequence[int],
+        tenant: str = "",
+        *,
+        is_fast_copy: bool = False,
+        at_once: bool = False,
     ) -> Reservation | None:
-        return self._reservations.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy)
+        """As ``KVStore.reserve``; ``at_once``: if few segments have to be looked at, else None, uncounted."""
+        return self._reservations.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy, at_once=at_once)
 
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[bytes]) -> int:
         segment = self.commit_held(reservation, manifest, checksums)
@@ -240,6 +246,11 @@ class HostStore:
             segment.trim(manifest, books.arena)
             books.note_trim(segment, taken_before, num_bytes)
             return num_bytes
+
+    def note_lower_load(self, segment: StoredSegment, seconds: float) -> None:
+        """Note that a lower tier holds a segment, too: then having it in DRAM saves less time."""
+        with self._locked.open():
+            segment.note_lower_load(seconds)
 
     def report_damage(self, segment_id: int) -> bool:
         """Take a segment out of use if a check here finds it damaged, too; see ``KVStore.report_damage``."""

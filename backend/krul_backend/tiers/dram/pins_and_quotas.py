@@ -144,7 +144,7 @@ class TenantQuotas:
             self._books(segment.manifest.tenant).num_segments += 1
 
     def remove(self, segment: StoredSegment) -> None:
-        """Note that a segment left the index. Its bytes stay charged until its extents are freed."""
+        """Note that a segment left the index. Its bytes stay charged until its blocks are freed."""
         if self._limit_bytes is None:
             return
         tenant = segment.manifest.tenant

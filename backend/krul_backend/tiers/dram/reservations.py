@@ -20,17 +20,15 @@ from krul_backend.tiers.common.interface import (
     Block,
     LayerStatus,
     Reservation,
-    Span,
     checked_checksums,
 )
-from krul_backend.tiers.dram.arena import Extent
+from krul_backend.tiers.dram.arena import Allocation
 from krul_backend.tiers.dram.dram_books import LOCK_PAUSE_S, DramBooks, LockedBooks, PendingReservation
 from krul_backend.tiers.dram.eviction_plan import MAX_VISITED, Candidate, EvictionSearch
-from krul_backend.tiers.dram.stored_segment import StoredSegment, block_in
+from krul_backend.tiers.dram.stored_segment import StoredSegment
 
 _MAX_SEARCHES = 4
 
-Extents = tuple[Extent | None, ...]
 T = TypeVar("T")
 
 
@@ -82,7 +80,7 @@ class Arrival:
 
 
 class Reservations:
-    """Takes extents for whole segments, and makes segments of them when they are written. Thread-safe.
+    """Takes space for whole segments, and makes segments of them when they are written. Thread-safe.
 
     ``reserve``, ``commit`` and ``abort`` are those of ``KVStore``, for what an engine writes. ``admit`` lets
     in segments of lower tiers: they are indexed before their bytes are there.
@@ -95,22 +93,26 @@ class Reservations:
         self,
         sizes: Sequence[int],
         tenant: str,
-        use: Callable[[DramBooks, Extents], T],
+        use: Callable[[DramBooks, Allocation], T],
         *,
         is_fast_copy: bool = False,
+        at_once: bool = False,
     ) -> T | None:
-        """Take one extent per size in bytes (None for 0), and ``use`` them before the lock is released.
+        """Take a block per size in bytes, and ``use`` them before the lock is released.
 
         Returns what ``use`` returns; None when there is no space, which is counted as a rejected reservation
         unless it is for a fast copy.
 
         Idle segments are evicted if needed: for a fast copy others of its kind first, and any segment only as
-        far as ``MAX_FAST_COPY_SHARE`` allows. A search that needs to
-        look at more than ``MAX_VISITED`` segments goes on in steps, plans on a copy of the free ranges, and
-        begins again if its plan no longer holds.
+        far as ``MAX_FAST_COPY_SHARE`` allows. A search that needs to look at more than ``MAX_VISITED``
+        segments goes on in steps, plans on a copy of the free ranges, and begins again if its plan no longer
+        holds. ``at_once``: it gives up there, and counts nothing.
         """
         for _ in range(_MAX_SEARCHES):
             with self._locked.open() as books:
+                allocation = books.take(sizes, tenant)
+                if allocation is not None:
+                    return use(books, allocation)
                 only_fast_copies = is_fast_copy and not books.may_displace(sizes)
                 search = books.search(
                     sizes, tenant, self._locked.next_id(), only_fast_copies=only_fast_copies
@@ -119,9 +121,11 @@ class Reservations:
                 if victims is not None:
                     is_evicted = books.evict(victims)
                     assert is_evicted, f"one of {len(victims)} idle segments was not idle"
-                    extents = books.take(sizes, tenant)
-                    assert extents is not None, f"{sizes} fitted in the trial alone"
-                    return use(books, extents)
+                    allocation = books.take(sizes, tenant)
+                    assert allocation is not None, f"{sizes} fitted in the trial alone"
+                    return use(books, allocation)
+                if at_once:
+                    return None
                 if search.is_exhausted:
                     break
                 space = books.arena.space.copy()
@@ -138,9 +142,9 @@ class Reservations:
                     part = victims[first : first + MAX_VISITED]
                     if not books.evict(part):
                         break
-                    extents = books.take(sizes, tenant) if part[-1] is victims[-1] else None
-                    if extents is not None:
-                        return use(books, extents)
+                    allocation = books.take(sizes, tenant) if part[-1] is victims[-1] else None
+                    if allocation is not None:
+                        return use(books, allocation)
         if not is_fast_copy:
             with self._locked.open() as books:
                 books.counters.rejected_reservations += 1
@@ -160,24 +164,20 @@ class Reservations:
         return None
 
     def reserve(
-        self, layer_num_bytes: Sequence[int], tenant: str, *, is_fast_copy: bool
+        self, layer_num_bytes: Sequence[int], tenant: str, *, is_fast_copy: bool, at_once: bool
     ) -> Reservation | None:
         sizes = tuple(layer_num_bytes)
         if not sizes or any(num_bytes < 0 for num_bytes in sizes):
             raise ValueError(f"a reservation needs blocks, of no fewer than 0 bytes each, got {sizes}")
 
-        def use(books: DramBooks, extents: Extents) -> Reservation:
-            blocks = tuple(block_in(books.arena, extent) for extent in extents)
-            spans = (
-                Span(0 if extent is None else extent.offset, num_bytes)
-                for extent, num_bytes in zip(extents, sizes, strict=True)
-            )
-            reservation = Reservation(self._locked.next_id(), blocks, tuple(spans))
-            pending = PendingReservation(reservation, extents, tenant, is_fast_copy, books.clears.now)
+        def use(books: DramBooks, allocation: Allocation) -> Reservation:
+            blocks = books.arena.views(allocation)
+            reservation = Reservation(self._locked.next_id(), blocks, allocation.spans)
+            pending = PendingReservation(reservation, allocation, tenant, is_fast_copy, books.clears.now)
             books.pending[reservation.reservation_id] = pending
             return reservation
 
-        return self._take(sizes, tenant, use, is_fast_copy=is_fast_copy)
+        return self._take(sizes, tenant, use, is_fast_copy=is_fast_copy, at_once=at_once)
 
     def commit(
         self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[bytes]
@@ -189,12 +189,12 @@ class Reservations:
                 manifest = _checked_manifest(pending.reservation, manifest)
                 checksums = checked_checksums(checksums, manifest.layer_num_bytes, manifest.range_bytes)
             except BaseException:
-                books.give(pending.extents, pending.tenant)
+                books.give(pending.allocation, pending.tenant)
                 raise
             segment = StoredSegment(
                 segment_id=self._locked.next_id(),
                 manifest=manifest,
-                extents=pending.extents,
+                allocation=pending.allocation,
                 blocks=pending.reservation.blocks,
                 checksums=checksums,
                 last_used_s=books.clock(),
@@ -213,7 +213,7 @@ class Reservations:
         with self._locked.open_unless_closed() as books:
             if books is not None:
                 pending = _settle(books, reservation)
-                books.give(pending.extents, pending.tenant)
+                books.give(pending.allocation, pending.tenant)
 
     def admit(
         self,
@@ -230,22 +230,19 @@ class Reservations:
         again would take ``lower_load_s`` seconds.
         """
 
-        def use(books: DramBooks, extents: Extents) -> Arrival:
-            *block_extents, flags_extent = extents
-            flags = block_in(books.arena, flags_extent)
+        def use(books: DramBooks, allocation: Allocation) -> Arrival:
+            *blocks, flags = books.arena.views(allocation)
             flags[:] = PENDING
             status = LayerStatus(flags)
-            blocks = tuple(block_in(books.arena, extent) for extent in block_extents)
             segment = StoredSegment(
                 segment_id=self._locked.next_id(),
                 manifest=manifest,
-                extents=tuple(block_extents),
+                allocation=allocation,
                 blocks=tuple(block.view() for block in blocks),
                 checksums=tuple(checksums),
                 last_used_s=books.clock(),
                 origin=origin,
                 status=status,
-                flags_extent=flags_extent,
                 lower_load_s=lower_load_s,
                 num_pins=1,
             )
@@ -277,7 +274,7 @@ class Reservations:
 
 
 def arrival_sizes(manifest: SegmentManifest) -> tuple[int, ...]:
-    """Bytes of each extent of an arriving segment. The last one holds its status flags, a byte per layer."""
+    """Bytes of each block of an arriving segment. The last one holds its status flags, a byte per layer."""
     return *manifest.layer_num_bytes, manifest.model.num_layers
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from krul_backend.errors import TierReadError
-from krul_backend.free_extents import joined
 from krul_backend.segment import SegmentManifest
+from krul_backend.tiers.common.eviction import value_of
 from krul_backend.tiers.common.interface import (
     DRAM_TIER,
     FAILED,
@@ -18,35 +19,34 @@ from krul_backend.tiers.common.interface import (
     block_checksum,
     checksums_of,
 )
-from krul_backend.tiers.dram.arena import Arena, Extent
+from krul_backend.tiers.dram.arena import Allocation, Arena
 
 
 @dataclass(eq=False)
 class StoredSegment:
-    """A segment's blocks, and where they lie. Its extents are freed when it is neither indexed nor pinned.
+    """A segment's blocks, and where they lie. That is freed when it is neither indexed nor pinned.
 
-    ``extents[l]`` is None where layer ``l`` has no bytes. A block is the end of its extent: before it may lie
-    bytes that a trim could not free for alignment. ``num_pins`` counts who reads or writes the blocks:
+    The ``allocation`` has a block per layer, and after them, of a segment that came from a lower tier, one
+    for the flags of its ``status``. ``num_pins`` counts who reads or writes the blocks:
     leases, arrivals, copies to lower tiers and running verifications; ``num_leases`` counts the leases among
     them. ``last_used_s`` is on the store's clock.
 
     ``checksums[l]`` are those of what was written into block ``l``; damage shows as a difference.
 
-    Only a trim changes ``manifest``, ``extents``, ``blocks``, ``spans`` and ``checksums``: all at once, under
-    the store's lock, and only if no pin is on the segment. So whoever has pinned a segment can read these
-    fields without the lock.
+    Only a trim changes ``manifest``, ``allocation``, ``blocks`` and ``checksums``: all at once, under the
+    store's lock, and only if no pin is on the segment. So whoever has pinned a segment can read these fields
+    without the lock.
 
     ``is_fast_copy``: see ``KVStore.reserve``. ``is_prefetched``: it was read ahead of a load, and no
     lookup has found it here since, and no load has taken it.
 
-    ``status`` is set while layers arrive from ``origin``, a lower tier; its flags lie in ``flags_extent``,
-    which is freed with the segment. ``lower_load_s``: seconds to read the segment from the fastest lower tier
-    that is known to hold it, None if there is none.
+    ``status`` is set while layers arrive from ``origin``, a lower tier. ``lower_load_s``: seconds to read
+    the segment from the fastest lower tier that is known to hold it, None if there is none.
     """
 
     segment_id: int
     manifest: SegmentManifest
-    extents: tuple[Extent | None, ...]
+    allocation: Allocation
     blocks: tuple[Block, ...]
     checksums: Checksums
     last_used_s: float
@@ -54,41 +54,26 @@ class StoredSegment:
     is_prefetched: bool = False
     origin: str = DRAM_TIER
     status: LayerStatus | None = None
-    flags_extent: Extent | None = None
     lower_load_s: float | None = None
     is_indexed: bool = False
     num_pins: int = 0
     num_leases: int = 0
-    spans: tuple[Span, ...] = field(init=False)
-    ranges: tuple[Span, ...] = field(init=False)
-    """The bytes of the arena that it takes, alignment included; extents that touch are one range."""
-    taken_bytes: int = field(init=False)
-    """Bytes in the arena, alignment included."""
-
-    def __post_init__(self) -> None:
-        self.place(self.extents, self.blocks)
-
-    def place(self, extents: tuple[Extent | None, ...], blocks: tuple[Block, ...]) -> None:
-        """Set the blocks, and the extents at whose ends they lie."""
-        self.extents, self.blocks = extents, blocks
-        self.spans = tuple(
-            Span(0 if extent is None else extent.offset + extent.num_bytes - block.nbytes, block.nbytes)
-            for extent, block in zip(extents, blocks, strict=True)
-        )
-        taken = ((extent.offset, extent.taken_bytes) for extent in self.all_extents)
-        self.ranges = tuple(Span(*each) for each in joined(taken))
-        self.taken_bytes = sum(span.num_bytes for span in self.ranges)
 
     @property
-    def all_extents(self) -> tuple[Extent, ...]:
-        """All extents that it holds, that of the status flags included."""
-        return tuple(extent for extent in (*self.extents, self.flags_extent) if extent is not None)
+    def taken_bytes(self) -> int:
+        """Bytes in the arena, alignment included."""
+        return self.allocation.taken_bytes
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Where each layer's block lies."""
+        return self.allocation.spans[: len(self.blocks)]
 
     @property
     def status_span(self) -> Span | None:
         """The bytes of the arena that hold the flags of ``status``, one per layer."""
-        flags = self.flags_extent
-        return None if flags is None else Span(flags.offset, flags.num_bytes)
+        spans = self.allocation.spans
+        return spans[-1] if len(spans) > len(self.blocks) else None
 
     @property
     def start_token(self) -> int:
@@ -106,6 +91,16 @@ class StoredSegment:
         """
         known = [seconds for seconds in (self.manifest.recompute_s, self.lower_load_s) if seconds]
         return min(known, default=0.0)
+
+    @cached_property
+    def value(self) -> float:
+        """See ``value_of``; kept until something that it depends on changes."""
+        return value_of(self.restore_s, self.num_tokens, self.taken_bytes)
+
+    def note_lower_load(self, seconds: float) -> None:
+        """Note that a lower tier holds it, too, and reads it in ``seconds``. Call it with the lock held."""
+        self.lower_load_s = seconds if self.lower_load_s is None else min(self.lower_load_s, seconds)
+        self.__dict__.pop("value", None)
 
     def pages(self, first_page: int, end_page: int, *, is_fetched: bool) -> SegmentSlice:
         """Pages ``[first_page, end_page)`` as a lease on them shows them.
@@ -140,23 +135,15 @@ class StoredSegment:
 
         Call it with the lock held, and with no pin on the segment.
         """
-        extents: list[Extent | None] = []
-        blocks: list[Block] = []
-        for extent, block, kept in zip(self.extents, self.blocks, manifest.layer_num_bytes, strict=True):
-            drop = block.nbytes - kept
-            if extent is None or not drop:
-                extents.append(extent)
-            elif not kept:
-                arena.free(extent)
-                extents.append(None)
-            else:
-                # Bytes that an earlier trim could not free for alignment lie before the block.
-                unused = extent.num_bytes - block.nbytes
-                extents.append(arena.free_front(extent, unused + drop))
-            blocks.append(block[drop:])
+        sizes = manifest.layer_num_bytes
+        flags = (span.num_bytes for span in self.allocation.spans[len(sizes) :])
+        self.allocation = arena.keep_ends(self.allocation, (*sizes, *flags))
+        self.blocks = tuple(
+            block[block.nbytes - size :] for block, size in zip(self.blocks, sizes, strict=True)
+        )
         self.checksums = checksums_of(manifest, self.checksums)
         self.manifest = manifest
-        self.place(tuple(extents), tuple(blocks))
+        self.__dict__.pop("value", None)
 
     def num_damaged(self) -> int:
         """Count the landed blocks whose checksums differ from the committed ones.
@@ -169,8 +156,3 @@ class StoredSegment:
             for layer, (block, checksum) in enumerate(zip(self.blocks, self.checksums, strict=True))
             if status is None or status.has_landed(layer)
         )
-
-
-def block_in(arena: Arena, extent: Extent | None) -> Block:
-    """A writable view of an extent's bytes; of no bytes for None."""
-    return arena.buffer[:0] if extent is None else arena.view(extent)

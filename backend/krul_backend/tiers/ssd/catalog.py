@@ -18,7 +18,13 @@ from weakref import WeakValueDictionary
 import lmdb
 
 from krul_backend.segment import ModelIdentity, SegmentManifest
-from krul_backend.tiers.common.eviction import NUM_OLDEST, NUM_SAMPLED, UNKNOWN_PAUSE_S, usual_pause_s, worth
+from krul_backend.tiers.common.eviction import (
+    NUM_OLDEST,
+    NUM_SAMPLED,
+    UNKNOWN_PAUSE_S,
+    usual_pause_s,
+    value_of,
+)
 from krul_backend.tiers.common.interface import Checksums
 from krul_backend.tiers.common.page_filter import digest_of
 from krul_backend.tiers.common.record import SegmentRecord
@@ -282,7 +288,7 @@ class Catalog:
         if not is_reachable:
             return 0.0
         idle_s = max(now_s - entry.used_at / 1e6, entry.pause_s)
-        return worth(entry.recompute_s, entry.num_tokens, entry.record_num_bytes, idle_s)
+        return value_of(entry.recompute_s, entry.num_tokens, entry.record_num_bytes) / idle_s
 
     def commit(self, punched: Iterable[int] = (), *, supersedes: bool = False, is_last: bool = False) -> None:
         """Put what has changed into the index, durably. Called by the writer, without the lock.
