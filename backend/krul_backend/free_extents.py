@@ -87,7 +87,7 @@ class FreeExtents:
         """
         offsets = [0] * len(sizes)
         # Largest first: a small block placed early could split the only range that a large one fits into.
-        order = sorted(range(len(sizes)), key=lambda i: sizes[i], reverse=True)
+        order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
         left_bytes = sum(sizes)
         num_taken = 0
         while num_taken < len(order):
