@@ -113,7 +113,7 @@ class TieredStore(KVStore):
         is_fast_copy: bool = False,
         at_once: bool = False,
     ) -> Reservation | None:
-        """As ``KVStore.reserve``, and as ``HostStore.reserve`` if it is to be ``at_once``."""
+        """Take space as ``KVStore`` says; ``at_once`` is passed on to ``HostStore.reserve``."""
         # It may evict: what no lower tier has taken yet is offered before, and stays if it is taken.
         self._write_behind.offer()
         return self._host.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy, at_once=at_once)

@@ -79,7 +79,7 @@ def usual_pause_s(usual_s: float, pause_s: float) -> float:
 
 
 def value_of(restore_s: float, num_tokens: int, taken_bytes: int) -> float:
-    """What having a segment is worth, the root of seconds per byte; see ``ValuePolicy``.
+    """Return the value of a segment, the root of seconds saved per byte; see ``ValuePolicy``.
 
     ``restore_s``: what a restore saves by finding it in this tier, 0 if not known. ``taken_bytes``: what its
     eviction frees.

@@ -28,7 +28,7 @@ def aligned_num_bytes(num_bytes: int) -> int:
 # bytes were handed out again, has equal numbers and must still be refused.
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """What the blocks of one segment take of an arena, held until it is freed.
+    """Holds the space of one segment's blocks in an arena, until it is freed.
 
     ``spans``: the bytes of each block; at offset 0 for a block of none. Its ``ranges`` are all that it takes,
     alignment included, ascending; blocks that touch are one range.

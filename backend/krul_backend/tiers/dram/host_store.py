@@ -107,7 +107,7 @@ class HostStore:
         is_fast_copy: bool = False,
         at_once: bool = False,
     ) -> Reservation | None:
-        """As ``KVStore.reserve``; ``at_once``: if few segments have to be looked at, else None, uncounted."""
+        """Take space as ``KVStore`` says. ``at_once``: None, uncounted, if that takes a long search."""
         return self._reservations.reserve(layer_num_bytes, tenant, is_fast_copy=is_fast_copy, at_once=at_once)
 
     def commit(self, reservation: Reservation, manifest: SegmentManifest, checksums: Sequence[bytes]) -> int:

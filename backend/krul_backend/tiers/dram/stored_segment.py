@@ -66,7 +66,7 @@ class StoredSegment:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Where each layer's block lies."""
+        """The bytes of the arena in which each layer's block lies."""
         return self.allocation.spans[: len(self.blocks)]
 
     @property
