@@ -19,6 +19,7 @@ from krul_sglang.cli.chat import Talk
 from krul_sglang.cli.timed_answer import TurnResult
 from krul_sglang.config import KrulConfig
 from krul_sglang.models.find import REFERENCE_MODEL
+from tests.support.forked_server import said_by_a_fork
 from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, krul_stats, recall_facts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -127,7 +128,8 @@ def test_a_session_is_replayed_with_its_own_answers(server: ServerProcess, tmp_p
 
 
 def test_an_engine_in_the_same_process_restores(tmp_path: Path) -> None:
-    second = [line for line in run_example("offline_engine.py", str(REFERENCE_MODEL)) if "round 2" in line]
+    said = said_by_a_fork(str(REFERENCE_MODEL), script=str(EXAMPLES / "offline_engine.py"))
+    second = [line for line in said.splitlines() if "round 2" in line]
     assert len(second) == 6
     assert all(host_tokens(line) > 300 for line in second), second
 
@@ -140,9 +142,7 @@ def test_the_launch_script_names_flags_and_options_that_exist() -> None:
     words = result.stdout.splitlines()
     options = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])
     KrulConfig.load(options)
-    known = subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    known = said_by_a_fork("--help")
     assert all(word in known for word in words if word.startswith("--")), words
 
 

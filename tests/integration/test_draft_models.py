@@ -118,7 +118,12 @@ MODES = {
     "mtp-page-16-failing-loads": Mode(MTP, RANDOM, env=FAILING, fails=True),
     "mtp-page-16-two-ranks": Mode(MTP, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
 }
-OTHERS_SHOW = ("standalone-page-16-whole-loads", "standalone-page-16-two-ranks")
+OTHERS_SHOW = (
+    "standalone-page-16-whole-loads",
+    "standalone-page-16-failing-loads",
+    "standalone-page-16-two-ranks",
+    "mtp-page-16-two-ranks",
+)
 
 
 @dataclass(frozen=True)

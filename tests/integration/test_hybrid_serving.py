@@ -131,11 +131,26 @@ FAMILIES = {
     "Mamba-2 with buffer": _with_buffer(build_mamba_model),
     "Mamba-2 with lazy buffer": _lazily(build_mamba_model),
 }
-on_more_servers = pytest.mark.parametrize("family", list(FAMILIES)[:5], indirect=True)
+OTHERS_SHOW = ("KDA", "Mamba-2 with buffer", "Mamba-2 with lazy buffer")
+"""Their kernels and their buffers serve other families, too."""
+
+
+def of_families(often: Sequence[str], long: Sequence[str] = ()) -> list[Any]:
+    """Parameters of a test: families by their names, some only in the long run."""
+    return [*often, *(pytest.param(name, marks=pytest.mark.long) for name in long)]
+
+
+on_more_servers = pytest.mark.parametrize(
+    "family",
+    of_families(["convolutions", "windows of 100"], ["delta rule", "Mamba-2", "windows of 700"]),
+    indirect=True,
+)
 """Of tests that start servers of their own. Another recurrence is stored and loaded by the same code."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module", params=of_families([name for name in FAMILIES if name not in OTHERS_SHOW], OTHERS_SHOW)
+)
 def family(request: pytest.FixtureRequest) -> Iterator[Family]:
     family = FAMILIES[request.param]
     with pytest.MonkeyPatch.context() as patch:
@@ -333,10 +348,27 @@ def test_without_their_states_the_answers_would_be_others(
     assert max(abs(a - b) for a, b in zip(right.logprobs, wrong.logprobs, strict=True)) > 1e-2
 
 
+RANKS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "one rank": ((), STRICT),
+    "two ranks": (("--tp", "2"), STRICT_ON_TWO_CORES),
+}
 # Ranks store KV of KDA's layers with attention once, and their states each.
-@pytest.mark.parametrize("family", list(FAMILIES)[:6], indirect=True)
+WITH_FAILING_LOADS = {
+    "one rank": ("convolutions", "windows of 100"),
+    "two ranks": ("delta rule", "windows of 700", "KDA"),
+}
+
+
 @pytest.mark.parametrize(
-    ("args", "env"), [((), STRICT), (("--tp", "2"), STRICT_ON_TWO_CORES)], ids=["one rank", "two ranks"]
+    ("family", "args", "env"),
+    [
+        pytest.param(
+            family, *RANKS[ranks], marks=[pytest.mark.long] * (family not in often), id=f"{family}-{ranks}"
+        )
+        for family in list(FAMILIES)[:6]
+        for ranks, often in WITH_FAILING_LOADS.items()
+    ],
+    indirect=["family"],
 )
 def test_failed_loads_are_computed_from_the_state_before(
     serve: Serve, family: Family, kept: tuple[Played, Branched], args: tuple[str, ...], env: dict[str, str]
@@ -361,7 +393,7 @@ CHAINS = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
 TREES = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "4")
 DRAFTING: dict[str, Any] = {
     "NGRAM, delta rule": (FAMILIES["delta rule"], TREES),
-    "NGRAM, Mamba-2": (FAMILIES["Mamba-2"], TREES),
+    "NGRAM, Mamba-2": pytest.param(FAMILIES["Mamba-2"], TREES, marks=pytest.mark.long),
     "MTP, delta rule": pytest.param(Family(build_mtp_model), MTP, marks=pytest.mark.long),
     "MTP, delta rule with buffer": (_with_buffer(build_mtp_model), MTP),
     "EAGLE, windows of 100": (replace(FAMILIES["windows of 100"], build=_with_eagle), EAGLE),
@@ -425,7 +457,9 @@ def test_drafts_that_part_are_refused_where_sglang_takes_them_for_a_chain(
 ERROR_BUDGET, NUM_ADDED = 0.01, 64
 KV_BYTES = 2 * 2 * 2 * 64 * 4
 """Of a token: two layers, two heads of 64 with key and value, in float32."""
-with_bases = pytest.mark.parametrize("family", list(FAMILIES)[:4], indirect=True)
+with_bases = pytest.mark.parametrize(
+    "family", of_families(["convolutions", "delta rule", "windows of 100"], ["Mamba-2"]), indirect=True
+)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,8 +46,11 @@ class ForkedServer(ServerProcess):
             return super()._start_supervisor(log)
         date_back(Path(self.command[self.command.index("--model-path") + 1]))
         arguments = self.command[self.command.index("-m") + 2 :]
-        request = {"arguments": arguments, "env": self._env, "cwd": os.getcwd()}
-        return _ForkedSupervisor(zygote_socket(), request, log)
+        return _ForkedSupervisor(zygote_socket(), _request(arguments, self._env), log)
+
+
+def _request(arguments: Sequence[str], env: Mapping[str, str], script: str = "") -> dict[str, Any]:
+    return {"script": script, "arguments": arguments, "env": dict(env), "cwd": os.getcwd()}
 
 
 class _ForkedSupervisor:
@@ -111,6 +115,24 @@ def with_forked_servers(module: str, *arguments: str) -> list[str]:
     if not default_device_args():
         return [sys.executable, "-m", module, *arguments]
     return [sys.executable, str(_PROGRAM), zygote_socket(), module, *arguments]
+
+
+def said_by_a_fork(*arguments: str, script: str = "", timeout_s: float = 300.0) -> str:
+    """What SGLang's launcher prints with these arguments, or a Python script that imports SGLang. It ends
+    well in ``timeout_s``."""
+    if not default_device_args():
+        command = [sys.executable, *([script] if script else ["-m", "sglang.launch_server"]), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout_s).stdout
+    with tempfile.TemporaryFile() as log:
+        running = _ForkedSupervisor(zygote_socket(), _request(arguments, os.environ, script), log)
+        try:
+            status = running.wait(timeout_s)
+        finally:
+            running.close()
+        log.seek(0)
+        said = log.read().decode()
+        assert status == 0, said
+        return said
 
 
 def zygote_socket() -> str:

@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 import weakref
 from collections import defaultdict
@@ -31,6 +32,7 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 from sglang.srt.plugins import hook_registry
 from torch._dynamo.utils import dump_compile_times
@@ -59,6 +61,8 @@ def main(path: str) -> None:
     for module in _WHAT_SERVERS_IMPORT:
         importlib.import_module(module)
     _end_soon()
+    _be_ready_soon()
+    _measure_few_prompts()
     _do_once()
     gc.freeze()
     gc.enable()
@@ -91,6 +95,34 @@ def _end_soon() -> None:
         await end(manager)
 
     TokenizerManager.sigterm_watchdog = watch
+
+
+class _Hasty:
+    """A module whose ``sleep`` takes a tenth of a second at most."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def sleep(self, seconds: float) -> Any:
+        return self._module.sleep(min(seconds, 0.1))
+
+
+def _be_ready_soon() -> None:
+    """Let servers say within a tenth of a second that they are ready: SGLang sleeps a second before its first
+    request to itself, and one for each time that it is asked."""
+    from sglang.srt.entrypoints import http_server
+
+    http_server.time, http_server.asyncio = _Hasty(time), _Hasty(asyncio)
+
+
+def _measure_few_prompts() -> None:
+    """Let the first server of a model measure what restores cost for a second, and not for eight."""
+    from krul_sglang.adapter import cost_calibration
+
+    cost_calibration._LENGTHS = (32, 128, 512)  # type: ignore[assignment]
 
 
 def _do_once() -> None:
@@ -147,7 +179,7 @@ def _supervise(connection: socket.socket) -> int:
         if pid == 0:
             preexec_fn()
             connection.close()
-            _in_this_process(partial(_serve, command, request["env"], request["cwd"]))
+            _in_this_process(partial(_serve, request | {"arguments": command}))
         return _Server(pid)
 
     supervisor.subprocess = SimpleNamespace(Popen=start_server, DEVNULL=subprocess.DEVNULL)  # type: ignore
@@ -171,19 +203,28 @@ class _Server:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
+                self._end_daemon()
         return self.returncode
+
+    def _end_daemon(self) -> None:
+        """Ask the daemon of the server's own to end, as it does when it has had no client for two seconds."""
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "krul_backend.daemon" in process.cmdline():
+                    process.terminate()
 
     def terminate(self) -> None:
         os.kill(self.pid, signal.SIGTERM)
 
 
-def _serve(arguments: list[str], env: dict[str, str], cwd: str) -> int:
-    """Be ``python -m sglang.launch_server`` with these arguments."""
+def _serve(request: dict[str, Any]) -> int:
+    """Be ``python`` with the script of a request, or with SGLang's launcher, and with its arguments."""
+    env = request["env"]
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.environ.clear()
     os.environ.update(env)
-    os.chdir(cwd)
+    os.chdir(request["cwd"])
     # Torch makes its threads anew in a fork. Threads that load weights would all do that at once.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     if num_threads := env.get("OMP_NUM_THREADS"):
@@ -191,8 +232,11 @@ def _serve(arguments: list[str], env: dict[str, str], cwd: str) -> int:
         torch.set_num_threads(int(num_threads))
     more_paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     sys.path[:0] = more_paths
-    sys.argv = ["sglang.launch_server", *arguments]
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    sys.argv = [request["script"] or "sglang.launch_server", *request["arguments"]]
+    if request["script"]:
+        runpy.run_path(request["script"], run_name="__main__")
+    else:
+        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
     return 0
 
 
