@@ -19,7 +19,7 @@ from krul_sglang.cli.chat import Talk
 from krul_sglang.cli.timed_answer import TurnResult
 from krul_sglang.config import KrulConfig
 from krul_sglang.models.find import REFERENCE_MODEL
-from tests.support.forked_server import said_by_a_fork
+from tests.support.forked_server import ForkedServer, said_by_a_fork
 from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind, krul_stats, recall_facts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -36,7 +36,7 @@ def server() -> Iterator[ServerProcess]:
         "--enable-cache-report",
         *KRUL,
     )
-    with ServerProcess(REFERENCE_MODEL, args=args, env=STRICT) as running:
+    with ForkedServer(REFERENCE_MODEL, args=args, env=STRICT) as running:
         yield running
 
 
@@ -127,8 +127,8 @@ def test_a_session_is_replayed_with_its_own_answers(server: ServerProcess, tmp_p
     )
 
 
-def test_an_engine_in_the_same_process_restores(tmp_path: Path) -> None:
-    said = said_by_a_fork(str(REFERENCE_MODEL), script=str(EXAMPLES / "offline_engine.py"))
+def test_an_engine_in_the_same_process_restores() -> None:
+    said = said_by_a_fork("examples.offline_engine", str(REFERENCE_MODEL))
     second = [line for line in said.splitlines() if "round 2" in line]
     assert len(second) == 6
     assert all(host_tokens(line) > 300 for line in second), second
@@ -142,7 +142,7 @@ def test_the_launch_script_names_flags_and_options_that_exist() -> None:
     words = result.stdout.splitlines()
     options = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])
     KrulConfig.load(options)
-    known = said_by_a_fork("--help")
+    known = said_by_a_fork("sglang.launch_server", "--help")
     assert all(word in known for word in words if word.startswith("--")), words
 
 

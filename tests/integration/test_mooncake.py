@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from test_bundled_model import host_tokens, run_example
 
-from demo.server import ServerProcess, find_free_port, start_servers, stop_servers
+from demo.server import find_free_port, start_servers, stop_servers
 from krul_backend.daemon.client.admin import AdminClient
 from krul_backend.daemon.client.daemon_store import DaemonStore
 from krul_backend.errors import DaemonError
@@ -36,6 +36,7 @@ from krul_sglang.models.find import REFERENCE_MODEL
 from tests.crash.conversations import model_of
 from tests.crash.conversing import check, converse
 from tests.support.daemon_process import running_daemon
+from tests.support.forked_server import ForkedServer
 from tests.support.scenario import KRUL, STRICT, assert_nothing_left_behind
 
 ROOT = Path(__file__).parents[2]
@@ -426,7 +427,7 @@ def test_a_conversation_of_the_example_goes_on_on_another_host(master: Master) -
         *("--unified-cache-external-linker-config", json.dumps(options)),
         *KRUL,
     )
-    servers = [ServerProcess(REFERENCE_MODEL, args=args, env=STRICT) for _ in range(2)]
+    servers = [ForkedServer(REFERENCE_MODEL, args=args, env=STRICT) for _ in range(2)]
     start_servers(servers)
     try:
         first, shared, second = run_example("two_hosts.py", *(server.url for server in servers))

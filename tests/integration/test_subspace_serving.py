@@ -277,7 +277,7 @@ def test_what_is_decoded_wrong_is_far_over_the_budget(
     chats = load_conversations(BUNDLED_CONVERSATIONS).select(num_conversations=6, turns=2)
     learn(REFERENCE_MODEL, tmp_path)
     args = bases_server_args(DIVERGENCE_POOL, tmp_path, error_budget=ERROR_BUDGET, probe_share=1)
-    server = ServerProcess(REFERENCE_MODEL, args=args, env={**STRICT, "FAULT": fault})
+    server = ForkedServer(REFERENCE_MODEL, args=args, env={**STRICT, "FAULT": fault})
     server.command[server.command.index("sglang.launch_server")] = "tests.support.faulty_server"
     with server:
         restored = restored_turns(control, server, chats)

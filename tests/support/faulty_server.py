@@ -41,7 +41,7 @@ FAULTS: dict[str, Callable[[Sequence[CodedTail]], Decoded]] = {
 }
 
 
-# SGLang's processes are spawned: each imports the module that the first one was started with.
+# Where SGLang's processes are spawned, each imports the module that the first one was started with.
 if __name__ in ("__main__", "__mp_main__"):
     patch.object(restore, "decode_tails", FAULTS[os.environ["FAULT"]]).start()
 if __name__ == "__main__":

@@ -45,20 +45,20 @@ class ForkedServer(ServerProcess):
                 pytest.skip(f"{num_ranks} ranks need as many GPUs")
             return super()._start_supervisor(log)
         date_back(Path(self.command[self.command.index("--model-path") + 1]))
-        arguments = self.command[self.command.index("-m") + 2 :]
-        return _ForkedSupervisor(zygote_socket(), _request(arguments, self._env), log)
-
-
-def _request(arguments: Sequence[str], env: Mapping[str, str], script: str = "") -> dict[str, Any]:
-    return {"script": script, "arguments": arguments, "env": dict(env), "cwd": os.getcwd()}
+        return _ForkedSupervisor(self.command[self.command.index("-m") + 1 :], self._env, log)
 
 
 class _ForkedSupervisor:
-    """A supervisor that the zygote forked, with what ``ServerProcess`` uses of ``subprocess.Popen``."""
+    """A supervisor that the zygote forked, with what ``ServerProcess`` uses of ``subprocess.Popen``.
 
-    def __init__(self, path: str, request: dict[str, Any], log: BinaryIO) -> None:
+    ``command``: a module that ``python -m`` would run, and its arguments.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: BinaryIO) -> None:
+        module, *arguments = command
+        request = {"module": module, "arguments": arguments, "env": dict(env), "cwd": os.getcwd()}
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.connect(path)
+        self._connection.connect(zygote_socket())
         socket.send_fds(self._connection, [json.dumps(request).encode()], [log.fileno()])
         self.pid = int(self._connection.recv(64))
         self.returncode: int | None = None
@@ -117,14 +117,14 @@ def with_forked_servers(module: str, *arguments: str) -> list[str]:
     return [sys.executable, str(_PROGRAM), zygote_socket(), module, *arguments]
 
 
-def said_by_a_fork(*arguments: str, script: str = "", timeout_s: float = 300.0) -> str:
-    """What SGLang's launcher prints with these arguments, or a Python script that imports SGLang. It ends
-    well in ``timeout_s``."""
+def said_by_a_fork(*command: str, timeout_s: float = 300.0) -> str:
+    """Run a module that imports SGLang, as ``python -m`` with these arguments would: returns what it prints.
+    It must end well."""
     if not default_device_args():
-        command = [sys.executable, *([script] if script else ["-m", "sglang.launch_server"]), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout_s).stdout
+        run = [sys.executable, "-m", *command]
+        return subprocess.run(run, capture_output=True, text=True, check=True, timeout=timeout_s).stdout
     with tempfile.TemporaryFile() as log:
-        running = _ForkedSupervisor(zygote_socket(), _request(arguments, os.environ, script), log)
+        running = _ForkedSupervisor(command, os.environ, log)
         try:
             status = running.wait(timeout_s)
         finally:

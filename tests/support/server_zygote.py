@@ -218,7 +218,7 @@ class _Server:
 
 
 def _serve(request: dict[str, Any]) -> int:
-    """Be ``python`` with the script of a request, or with SGLang's launcher, and with its arguments."""
+    """Be ``python -m`` with the module and the arguments of a request."""
     env = request["env"]
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -232,11 +232,8 @@ def _serve(request: dict[str, Any]) -> int:
         torch.set_num_threads(int(num_threads))
     more_paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     sys.path[:0] = more_paths
-    sys.argv = [request["script"] or "sglang.launch_server", *request["arguments"]]
-    if request["script"]:
-        runpy.run_path(request["script"], run_name="__main__")
-    else:
-        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    sys.argv = [request["module"], *request["arguments"]]
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     return 0
 
 
