@@ -270,10 +270,8 @@ def test_pins_costs_prefetch_and_flush(store: WatchedStore) -> None:
 
 def test_clear_drops_what_was_reserved_before_it(store: WatchedStore) -> None:
     put(store, "c", 0, 2)
-    lease = lease_pages(store, "c", 0, 2)
-    reservation = store.reserve((100, 60))
-    assert lease is not None
-    assert reservation is not None
+    lease = present(lease_pages(store, "c", 0, 2))
+    reservation = present(store.reserve((100, 60)))
     before = lease.slices[0].blocks[0].tobytes()
     store.clear(MODEL)
     commit_to(store, reservation, make_manifest("c", 0, 2, (100, 60)))
@@ -322,10 +320,8 @@ def test_a_client_that_is_killed_loses_its_leases_and_reservations(
 def test_a_daemon_that_hangs_is_waited_for_until_a_ping_is_unanswered(own_daemon: EmbeddedDaemon) -> None:
     store = DaemonStore(own_daemon.runtime_dir, model=MODEL, request_timeout_s=0.5, hang_timeout_s=0.5)
     put(store, "c", 0, 2)
-    kept = lease_pages(store, "c", 0, 2)
-    reservation = store.reserve((100, 60))
-    assert kept is not None
-    assert reservation is not None
+    kept = present(lease_pages(store, "c", 0, 2))
+    reservation = present(store.reserve((100, 60)))
     os.kill(own_daemon.pid, signal.SIGSTOP)
     assert lease_pages(store, "c", 0, 2) is None
     assert store.counters.timeouts == 1
@@ -349,10 +345,8 @@ def test_a_daemon_that_is_killed_is_started_again(own_daemon: EmbeddedDaemon) ->
     store = DaemonStore(own_daemon.runtime_dir, model=MODEL, restart=own_daemon.restart)
     bystander = DaemonStore(own_daemon.runtime_dir, model=MODEL)
     _, written = put(store, "c", 0, 2)
-    lease = lease_pages(store, "c", 0, 2)
-    reservation = store.reserve((10, 10))
-    assert lease is not None
-    assert reservation is not None
+    lease = present(lease_pages(store, "c", 0, 2))
+    reservation = present(store.reserve((10, 10)))
     os.kill(own_daemon.pid, signal.SIGKILL)
     wait_until(lambda: store.counters.reconnects == 1 and bystander.counters.reconnects == 1)
     assert tuple(block.tobytes() for block in lease.slices[0].blocks) == written

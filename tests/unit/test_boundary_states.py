@@ -328,8 +328,7 @@ def test_a_draft_with_windows_is_refused(tmp_path: Path) -> None:
 def test_ranks_that_have_the_same_kv_have_states_of_their_own(hybrid: Hybrid) -> None:
     """Of latent KV, whose identity is that of a single rank."""
     agreement = SimpleNamespace(rank=1, num_ranks=2)
-    states = open_states(hybrid.runner, ServedModel(hybrid.rig.model), SETTINGS, agreement)  # type: ignore[arg-type]
-    assert states is not None
+    states = present(open_states(hybrid.runner, ServedModel(hybrid.rig.model), SETTINGS, agreement))  # type: ignore[arg-type]
     assert (hybrid.rig.model.tp_rank, hybrid.rig.model.tp_size) == (0, 1)
     assert (states.identity.tp_rank, states.identity.tp_size) == (1, 2)
 
@@ -350,7 +349,7 @@ def test_states_of_drafted_tokens_are_none_of_boundaries(
     from sglang.srt.mem_cache.memory_pool import MambaPool
 
     rig, runner = Rig(PATIENCE_S), make_runner(temporal=temporal)
-    without = open_states(runner, ServedModel(rig.model), SETTINGS, ALONE)
+    without = present(open_states(runner, ServedModel(rig.model), SETTINGS, ALONE))
     of_requests = runner.req_to_token_pool.mamba_pool
     parts = of_requests.mamba_cache
     of_requests.mamba_cache = MambaPool.SpeculativeState(
@@ -360,7 +359,6 @@ def test_states_of_drafted_tokens_are_none_of_boundaries(
         intermediate_conv_window=[torch.zeros(2, 3, 4, 8, 2)],
     )
     states = present(open_states(runner, ServedModel(rig.model), SETTINGS | settings, ALONE))
-    assert without is not None
     assert (states.num_bytes, states.identity) == (without.num_bytes, without.identity)
     rig.close()
 

@@ -435,10 +435,8 @@ def test_a_session_that_ends_is_replaced_and_its_arrays_stay(daemon: FakeDaemon,
     arenas: list[np.ndarray] = []
     restarts: list[None] = []
     store = make_store(on_arena=arenas.append, restart=lambda: restarts.append(None))
-    first = store.reserve((4, 4))
-    second = store.reserve((4, 4))
-    assert first is not None
-    assert second is not None
+    first = present(store.reserve((4, 4)))
+    second = present(store.reserve((4, 4)))
     first.blocks[0][:] = 5
     daemon.end_sessions()
     wait_until(lambda: store.counters.reconnects == 1)
@@ -514,9 +512,7 @@ def test_a_call_that_meets_the_close_fails_as_after_it(
 ) -> None:
     daemon.answers["lease"] = lambda request: (SLICE,)
     store = make_store()
-    lease, reservation = store.lease(MODEL, KEYS, TOKENS), store.reserve((10, 10))
-    assert lease is not None
-    assert reservation is not None
+    lease, reservation = present(store.lease(MODEL, KEYS, TOKENS)), present(store.reserve((10, 10)))
     calls: dict[str, Callable[[], object]] = {
         "release": lambda: store.release(lease),
         "abort": lambda: store.abort(reservation),
@@ -552,9 +548,7 @@ def test_what_is_given_back_while_the_session_closes_goes_unsaid(
     """The thread has its connection already when the store and its sockets close."""
     daemon.answers["lease"] = lambda request: (SLICE,)
     store = make_store()
-    lease, reservation = store.lease(MODEL, KEYS, TOKENS), store.reserve((10, 10))
-    assert lease is not None
-    assert reservation is not None
+    lease, reservation = present(store.lease(MODEL, KEYS, TOKENS)), present(store.reserve((10, 10)))
     asked, go_on = threading.Event(), threading.Event()
     post = DaemonConnection.post
 
@@ -584,9 +578,7 @@ def test_what_is_given_back_while_the_session_closes_goes_unsaid(
 def test_after_close_only_release_and_abort_are_silent(daemon: FakeDaemon, make_store: Make) -> None:
     daemon.answers["lease"] = lambda request: (SLICE,)
     store = make_store()
-    lease, reservation = store.lease(MODEL, KEYS, TOKENS), store.reserve((10, 10))
-    assert lease is not None
-    assert reservation is not None
+    lease, reservation = present(store.lease(MODEL, KEYS, TOKENS)), present(store.reserve((10, 10)))
     store.close()
     store.close()
     store.release(lease)

@@ -95,10 +95,8 @@ def test_a_prefetch_of_tails_reads_no_more(rig: Rig, store: WatchedStore) -> Non
 
 def test_a_refused_prefetch_says_why(rig: Rig, store: WatchedStore) -> None:
     put_below(rig.mooncake, "c", 0, 3)
-    lease = lease_pages(store, "c", 0, 3)
-    reservation = rig.host.reserve((store.stats().capacity_bytes,))
-    assert lease is not None
-    assert reservation is not None
+    lease = present(lease_pages(store, "c", 0, 3))
+    reservation = present(rig.host.reserve((store.stats().capacity_bytes,)))
     assert store.prefetch(lease) == Prefetched(0, "no room")
     rig.host.abort(reservation)
     assert store.prefetch(lease) == Prefetched(3)

@@ -46,9 +46,8 @@ def test_a_lease_prefers_them_where_a_run_begins(store: HostStore) -> None:
     first, _ = put(store, "c", 0, 2, SMALL)
     second, _ = put(store, "c", 2, 4, SMALL)
     copy, written = put(store, "c", 2, 4, LARGE, is_fast_copy=True)
-    lease = lease_pages(store, "c", 0, 4)
+    lease = present(lease_pages(store, "c", 0, 4))
     assert ids_of(lease) == [first, copy]
-    assert lease is not None
     assert lease.num_pages == 4
     assert tuple(block.tobytes() for block in lease.slices[1].blocks) == written
     keys = page_keys("c", 0, 4)
@@ -130,9 +129,8 @@ def test_they_leave_before_every_other_segment(store: HostStore) -> None:
 def test_they_displace_others_up_to_half_of_the_memory(store: HostStore) -> None:
     segments = [put(store, f"c{i}", 0, 2, LARGE)[0] for i in range(4)]
     first, _ = put(store, "d0", 0, 2, LARGE, is_fast_copy=True)
-    lease = lease_pages(store, "d0", 0, 2)
+    present(lease_pages(store, "d0", 0, 2))
     second, _ = put(store, "d1", 0, 2, LARGE, is_fast_copy=True)
-    assert lease is not None
     assert len(set(stored_ids(store)) & set(segments)) == 2
     assert {first, second} <= set(stored_ids(store))
     # The first is pinned, and both are half of the memory: the next one takes the place of the second.
@@ -172,9 +170,8 @@ def test_a_use_of_one_is_a_use_of_the_segments_of_its_pages() -> None:
     used, _ = put(store, "used", 0, 2, (896, 896))
     idle, _ = put(store, "idle", 0, 2, (896, 128))
     copy, _ = put(store, "used", 0, 2, (256, 256), is_fast_copy=True)
-    lease = lease_pages(store, "used", 0, 2)
+    lease = present(lease_pages(store, "used", 0, 2))
     assert ids_of(lease) == [copy]
-    assert lease is not None
     store.release(lease)
     put(store, "new", 0, 2, (896, 896))
     assert used in stored_ids(store)

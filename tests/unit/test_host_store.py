@@ -238,9 +238,7 @@ def test_other_sizes_than_reserved_are_refused_and_freed(store: HostStore, sizes
 
 
 def test_a_reservation_is_settled_once(store: HostStore) -> None:
-    committed, aborted = store.reserve((100, 60)), store.reserve((100, 60))
-    assert committed is not None
-    assert aborted is not None
+    committed, aborted = present(store.reserve((100, 60))), present(store.reserve((100, 60)))
     manifest = make_manifest("c", 0, 1, (100, 60))
     commit_to(store, committed, manifest)
     store.abort(aborted)
@@ -369,10 +367,8 @@ def test_a_reservation_larger_than_the_arena_evicts_nothing(store: HostStore) ->
 def test_a_reservation_that_pinned_bytes_leave_no_room_for_evicts_nothing(store: HostStore) -> None:
     put(store, "leased", 0, 1, sizes=(960, 64))
     put(store, "idle", 0, 1, sizes=(960, 64))
-    lease = lease_pages(store, "leased", 0, 1)
-    reserved = store.reserve((1024,))
-    assert lease is not None
-    assert reserved is not None
+    lease = present(lease_pages(store, "leased", 0, 1))
+    present(store.reserve((1024,)))
     assert store.reserve((1024, 1025)) is None
     assert store.stats().evicted_segments == 0
     assert store.reserve((1024, 1024)) is not None
@@ -466,12 +462,10 @@ def test_a_cleared_segment_keeps_its_bytes_until_the_last_release(store: HostSto
 
 def test_the_same_pages_can_be_stored_again_beside_their_zombie(store: HostStore) -> None:
     put(store, "c", 0, 2, seed=1)
-    old = lease_pages(store, "c", 0, 2)
+    old = present(lease_pages(store, "c", 0, 2))
     store.clear()
     _, written = put(store, "c", 0, 2, seed=2)
-    new = lease_pages(store, "c", 0, 2)
-    assert old is not None
-    assert new is not None
+    new = present(lease_pages(store, "c", 0, 2))
     assert tuple(block.tobytes() for block in new.slices[0].blocks) == written
     store.release(old)
     assert lease_pages(store, "c", 0, 2) is not None
@@ -529,11 +523,8 @@ def test_clearing_another_model_drops_nothing(store: HostStore) -> None:
 
 def test_a_closed_store_says_so_but_lets_late_threads_end(store: HostStore) -> None:
     _, written = put(store, "c", 0, 2)
-    lease = lease_pages(store, "c", 0, 2)
-    reservation, other = store.reserve((100, 60)), store.reserve((100, 60))
-    assert lease is not None
-    assert reservation is not None
-    assert other is not None
+    lease = present(lease_pages(store, "c", 0, 2))
+    reservation, other = present(store.reserve((100, 60))), present(store.reserve((100, 60)))
     store.close()
     store.close()
     # Views stay mapped: a copy that is under way neither crashes nor reads anything else.

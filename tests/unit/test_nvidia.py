@@ -13,6 +13,7 @@ import pytest
 from krul_sglang.adapter.platforms import nvidia
 from krul_sglang.adapter.platforms.nvidia import Nvidia, UnusableGpuError, refuse_cpu_beside_gpu
 from krul_sglang.adapter.plugin import check_launch
+from tests.support.present import present
 
 UNUSABLE = Nvidia(
     devices=("NVIDIA H100 80GB HBM3",),
@@ -94,8 +95,7 @@ def test_the_compiler_is_the_one_that_flashinfer_would_take(
     path = {"PATH": str(on_path / "bin")}
     found = nvidia.find_compiler({**path, "CUDA_HOME": str(home)}, tmp_path)
     assert found == nvidia.Compiler(home, "CUDA_HOME", (12, 8), (13, 2), False)
-    found = nvidia.find_compiler({"CUDA_HOME": str(tmp_path / "nothing")}, tmp_path)
-    assert found is not None
+    found = present(nvidia.find_compiler({"CUDA_HOME": str(tmp_path / "nothing")}, tmp_path))
     assert (found.version, found.headers) == (None, None)
     assert nvidia.find_compiler(path, tmp_path) == nvidia.Compiler(on_path, "PATH", (13, 0), (13, 2), True)
     found = nvidia.find_compiler({"PATH": ""}, tmp_path)
@@ -120,8 +120,7 @@ def test_only_a_wheels_compiler_sets_cuda_home(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 def test_a_program_is_compiled_and_linked_by_a_wheels_parts(tmp_path: Path) -> None:
     """As FlashInfer does it, whose link fails in the wheel's own folder."""
-    wheel = nvidia._wheel_folder()
-    assert wheel is not None
+    wheel = present(nvidia._wheel_folder())
     driver = tmp_path / "libcuda.so.1"
     (tmp_path / "driver.c").write_text("int cuInit(unsigned flags) { return 0; }\n")
     (tmp_path / "kernel.cu").write_text(

@@ -18,6 +18,7 @@ from tests.support.planning_builders import (
     no_heads,
     planning_of,
 )
+from tests.support.present import present
 from tests.support.segment_builders import DEVICE_TOKENS, END, NUM_LAYERS
 
 
@@ -26,9 +27,8 @@ def test_the_rank_that_has_least_bounds_the_plan_of_all() -> None:
     planner = HeadsPlanner(lowest_heads)
     planning = planning_of(planner, agreement=agreement)
     slices = leased(planning, kept_heads=(40, 24, 16, 0))
-    planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1)
+    planned = present(planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1))
     assert agreement.gathered == [[40.0, 24.0, 16.0, 0.0]]
-    assert planned is not None
     assert planned.plan.head_ends == (44, 24, 16, 8)
     for run in planner.problems[0].runs:
         assert all(run.first_token <= token <= run.end_token for token in run.stored_from)
@@ -38,8 +38,7 @@ def test_the_first_ranks_plan_is_everyones() -> None:
     others = orjson.dumps([[20, 12, 12, 8], 3.5, False])
     agreement = FakeAgreement(other_bounds=[0.0] * NUM_LAYERS, first_ranks=others)
     planning = planning_of(HeadsPlanner(longest_heads), agreement=agreement)
-    planned = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=1)
-    assert planned is not None
+    planned = present(planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=1))
     assert planned.plan == RestorePlan((20, 12, 12, 8), 3.5)
     # What counts for the next request is what is really recomputed.
     assert planning.counters.head_tokens == 12

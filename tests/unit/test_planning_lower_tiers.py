@@ -24,6 +24,7 @@ from tests.support.planning_builders import (
     no_heads,
     planning_of,
 )
+from tests.support.present import present
 from tests.support.segment_builders import DEVICE_TOKENS, NUM_LAYERS
 
 
@@ -88,7 +89,7 @@ def test_what_lies_in_a_lower_tier_is_planned_by_its_costs() -> None:
     planning = planning_of(planner, costs=costs_of(byte_s=1.0), tier_costs=tiers)
     slices = sunk(leased(planning))
     slices = [slices[0], slices[1], *sunk(slices[2:], "mooncake", 0)]
-    planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1)
+    planned = present(planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1))
     (problem,) = planner.problems
     assert [run.tier for run in problem.runs] == [DRAM_TIER, "ssd", "mooncake"]
     # On its way a block passes through DRAM: the slower of both.
@@ -97,7 +98,6 @@ def test_what_lies_in_a_lower_tier_is_planned_by_its_costs() -> None:
         "ssd": TierCost(0.25, 3.0),
         "mooncake": TierCost(0.5, 1.0),
     }
-    assert planned is not None
     in_dram, on_ssd, on_mooncake = (NUM_LAYERS * TOKEN_BYTES * tokens for tokens in (16, 20, 12))
     latencies_s = NUM_LAYERS * (0.25 + 0.5)
     assert planned.forecast.load_s == pytest.approx(in_dram + 3.0 * on_ssd + on_mooncake + latencies_s)
@@ -131,13 +131,12 @@ def test_what_dram_lacks_costs_what_its_tier_costs() -> None:
     planning = planning_of(planner, costs=costs_of(byte_s=1.0), tier_costs=tiers)
     whole = leased(planning)
     parts = in_part(whole, 8)
-    planned = planning.plan(parts, device_tokens=DEVICE_TOKENS, new_tokens=1)
+    planned = present(planning.plan(parts, device_tokens=DEVICE_TOKENS, new_tokens=1))
     (problem,) = planner.problems
     assert lowest_heads(problem) == [DEVICE_TOKENS] * NUM_LAYERS
     assert [run.front_end for run in problem.runs] == [
         (run.first_token + 8,) * NUM_LAYERS for run in problem.runs
     ]
-    assert planned is not None
     num_bytes, num_front_bytes = (NUM_LAYERS * TOKEN_BYTES * tokens for tokens in (48, 8 * len(parts)))
     # What comes from the disk passes through DRAM, like all else.
     expected_s = num_bytes + 2.0 * num_front_bytes + 0.25 * NUM_LAYERS * len(parts)
@@ -153,16 +152,18 @@ def test_what_dram_lacks_costs_what_its_tier_costs() -> None:
 def test_heads_grow_shorter_than_what_dram_lacks_if_its_tier_is_fast(byte_s: float, is_read: bool) -> None:
     tiers = AskedTiers({"ssd": TierCost(0.0, byte_s)})
     planning = planning_of(LocalSearchPlanner(), costs=costs_of(1.0, 1e-6), tier_costs=tiers)
-    planned = planning.plan(in_part(leased(planning), 8)[:1], device_tokens=DEVICE_TOKENS, new_tokens=4)
-    assert planned is not None
+    planned = present(
+        planning.plan(in_part(leased(planning), 8)[:1], device_tokens=DEVICE_TOKENS, new_tokens=4)
+    )
     assert (planned.plan.head_ends[-1] < DEVICE_TOKENS + 8) == is_read
 
 
 def test_what_dram_lacks_is_computed_if_the_costs_of_its_tier_are_not_known() -> None:
     planner = HeadsPlanner(lowest_heads)
     planning = planning_of(planner)
-    planned = planning.plan(in_part(leased(planning), 8)[:1], device_tokens=DEVICE_TOKENS, new_tokens=1)
-    assert planned is not None
+    planned = present(
+        planning.plan(in_part(leased(planning), 8)[:1], device_tokens=DEVICE_TOKENS, new_tokens=1)
+    )
     assert planned.plan.head_ends == (DEVICE_TOKENS + 8,) * NUM_LAYERS
 
 

@@ -79,10 +79,9 @@ def test_what_was_left_out_bounds_the_plan() -> None:
     planner = HeadsPlanner(lowest_heads)
     planning = planning_of(planner)
     slices = leased(planning, kept_heads=(40, 24, 16, 0))
-    planned = planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1)
+    planned = present(planning.plan(slices, device_tokens=DEVICE_TOKENS, new_tokens=1))
     (problem,) = planner.problems
     assert [run.stored_from for run in problem.runs] == [(24, 24, 16, 8), (40, 24, 24, 24), (44,) * 4]
-    assert planned is not None
     assert planned.plan.head_ends == (40, 24, 16, 8)
 
 
@@ -117,11 +116,10 @@ def test_the_plan_follows_the_costs(token_s: float, byte_s: float, is_loaded: bo
 
 def test_costs_that_were_learned_change_the_next_plan() -> None:
     planning = planning_of(LocalSearchPlanner(), costs=costs_of(1.0, 0.9 / TOKEN_BYTES))
-    first = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4)
+    first = present(planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4))
     for _ in range(50):
         planning.costs.observe_tier(DRAM_TIER, 1.0, 4.0)
     later = planning.plan(leased(planning), device_tokens=DEVICE_TOKENS, new_tokens=4)
-    assert first is not None
     assert later is None or sum(later.plan.head_ends) > sum(first.plan.head_ends)
 
 
@@ -240,11 +238,10 @@ def test_what_is_before_a_moved_run_is_computed_and_runs_are_planned_in_whole_pa
     planning = planning_of(planner)
     readers = moved(planning, 2)
     assert [(reader.first_token, reader.end_token) for reader in readers] == [(10, 26), (26, 46), (46, 58)]
-    planned = planning.plan(readers[:2], device_tokens=4, new_tokens=1, load_from=13)
+    planned = present(planning.plan(readers[:2], device_tokens=4, new_tokens=1, load_from=13))
     (problem,) = planner.problems
     assert [(run.first_token, run.end_token) for run in problem.runs] == [(4, 24), (24, 44)]
     assert [run.stored_from for run in problem.runs] == [(16,) * NUM_LAYERS, (24,) * NUM_LAYERS]
-    assert planned is not None
     assert planned.plan.head_ends == (16,) * NUM_LAYERS
     counters = planning.counters
     assert (counters.moved_loads, counters.moved_tokens) == (1, 46 - 16)

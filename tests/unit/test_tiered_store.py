@@ -62,9 +62,8 @@ def test_a_lease_has_parts_of_every_tier_in_conversation_order(rig: Rig) -> None
     _, second_content = put_below(rig.ssd, "c", 2, 5)
     _, third_content = put_below(rig.mooncake, "c", 5, 6)
     fourth, fourth_content = put_in_dram(rig, "c", 6, 8)
-    lease = lease_pages(rig.store, "c", 0, 10)
+    lease = present(lease_pages(rig.store, "c", 0, 10))
     assert tiers_of(lease) == [("dram", 2), ("ssd", 3), ("mooncake", 1), ("dram", 2)]
-    assert lease is not None
     assert (lease.num_pages, lease.is_in_dram) == (8, False)
     assert [piece.header.start_token for piece in lease.slices] == [0, 8, 20, 24]
     assert [len(piece.blocks) for piece in lease.slices] == [2, 0, 0, 2]
@@ -186,9 +185,8 @@ def test_layers_land_one_by_one_and_the_segment_becomes_an_ordinary_one(rig: Rig
     assert wait_for((piece,)) == [content]
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
     rig.store.release(lease)
-    again = lease_pages(rig.store, "c", 0, 3)
+    again = present(lease_pages(rig.store, "c", 0, 3))
     assert tiers_of(again) == [("dram", 3)]
-    assert again is not None
     assert wait_for(again.slices) == [content]
     rig.store.release(again)
     assert rig.store.verify().bad_segments == ()
@@ -211,9 +209,8 @@ def test_two_threads_that_fetch_the_same_segment_read_it_once(rig: Rig) -> None:
         list(threads.map(fetch, leases))
     assert fetched[0].segment_id == fetched[1].segment_id
     # A third one finds it on its way.
-    third = lease_pages(rig.store, "c", 0, 3)
+    third = present(lease_pages(rig.store, "c", 0, 3))
     assert tiers_of(third) == [("ssd", 3)]
-    assert third is not None
     assert third.slices[0].segment_id == fetched[0].segment_id
     rig.ssd.reads_go_on.set()
     assert wait_for((*fetched, *rig.store.fetch(third))) == [content] * 3
@@ -325,9 +322,8 @@ def test_no_room_in_dram_is_an_error_and_keeps_what_came_before(rig: Rig) -> Non
     put_below(rig.ssd, "c", 0, 2)
     put_below(rig.ssd, "c", 2, 3, sizes=(4000, 60))
     put_below(rig.ssd, "c", 3, 4)
-    lease = lease_pages(rig.store, "c", 0, 4)
+    lease = present(lease_pages(rig.store, "c", 0, 4))
     assert tiers_of(lease) == [("ssd", 2), ("ssd", 1), ("ssd", 1)]
-    assert lease is not None
     with pytest.raises(TierReadError, match="no room in DRAM for 4060 bytes from ssd"):
         rig.store.fetch(lease)
     wait_until(lambda: rig.store.stats().fetched_segments == 1)
@@ -730,10 +726,8 @@ def test_close_ends_reads_and_leases_and_writes_what_waits(rig: Rig) -> None:
     put_below(rig.ssd, "c", 0, 3)
     put_below(rig.mooncake, "d", 0, 3)
     rig.ssd.reads_go_on.clear()
-    lease = lease_pages(rig.store, "c", 0, 3)
-    other = lease_pages(rig.store, "d", 0, 3)
-    assert lease is not None
-    assert other is not None
+    lease = present(lease_pages(rig.store, "c", 0, 3))
+    present(lease_pages(rig.store, "d", 0, 3))
     rig.store.fetch(lease)
     put(rig.store, "e", 0, 1)
     rig.ssd.reads_go_on.set()
