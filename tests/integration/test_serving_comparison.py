@@ -6,6 +6,7 @@ import json
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,17 +19,20 @@ from tests.support.forked_server import with_forked_servers
 pytestmark = pytest.mark.server
 
 
-def test_krul_restores_the_turns_that_sglang_alone_recomputes(tmp_path: Path) -> None:
-    summary, raw = tmp_path / "out.json", tmp_path / "raw.json"
-    command = [
-        *with_forked_servers("benchmarks.serving", "--model", "bundled"),
-        *("--configurations", "recompute,full-load", "--users", "3", "--rounds", "2", "--history", "300"),
-        *("--max-tokens", "8", "--json", str(summary), "--raw", str(raw)),
-    ]
+def run_benchmark(name: str, summary: Path, *arguments: str) -> tuple[Any, str]:
+    """The summary that a benchmark writes, measured on the bundled model, and what it prints."""
+    command = with_forked_servers(name, "--model", "bundled", "--json", str(summary), *arguments)
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
-    assert [line.split()[1] for line in ran.stdout.splitlines() if "MiB" in line] == ["full-load"]
-    result = json.loads(summary.read_text())
+    return json.loads(summary.read_text()), ran.stdout
+
+
+def test_krul_restores_the_turns_that_sglang_alone_recomputes(tmp_path: Path) -> None:
+    summary, raw = tmp_path / "out.json", tmp_path / "raw.json"
+    options = ("--configurations", "recompute,full-load", "--users", "3", "--rounds", "2", "--history", "300")
+    more = ("--max-tokens", "8", "--raw", str(raw))
+    result, printed = run_benchmark("benchmarks.serving", summary, *options, *more)
+    assert [line.split()[1] for line in printed.splitlines() if "MiB" in line] == ["full-load"]
     recompute, restored = result["rows"]
     assert [recompute["configuration"], restored["configuration"]] == ["recompute", "full-load"]
     # Every conversation was evicted: only the beginning that all prompts share stays on the device.
@@ -54,15 +58,9 @@ def test_krul_restores_the_turns_that_sglang_alone_recomputes(tmp_path: Path) ->
 
 
 def test_krul_predicts_on_restored_turns_what_a_server_that_never_evicts_predicts(tmp_path: Path) -> None:
-    summary = tmp_path / "out.json"
-    command = [
-        *with_forked_servers("benchmarks.serving", "--client", "divergence", "--model", "bundled"),
-        *("--configurations", "device,full-load", "--users", "3", "--rounds", "3", "--history", "300"),
-        *("--turn-tokens", "60", "--max-tokens", "8", "--json", str(summary)),
-    ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    result = json.loads(summary.read_text())
+    options = ("--configurations", "device,full-load", "--users", "3", "--rounds", "3", "--history", "300")
+    more = ("--client", "divergence", "--turn-tokens", "60", "--max-tokens", "8")
+    result, _ = run_benchmark("benchmarks.serving", tmp_path / "out.json", *options, *more)
     assert [(row["configuration"], row["turn"]) for row in result["rows"]] == [
         ("full-load", 2),
         ("full-load", 3),
@@ -81,16 +79,13 @@ def test_krul_predicts_on_restored_turns_what_a_server_that_never_evicts_predict
 
 def test_many_conversations_on_servers_in_groups_that_hold_a_part_of_them(tmp_path: Path) -> None:
     summary = tmp_path / "out.json"
-    command = [
-        *with_forked_servers("benchmarks.multiturn", "--model", "bundled", "--json", str(summary)),
+    options = (
         *("--configurations", "recompute,native+lru", "--at-once", "1", "--users", "4"),
         *("--rounds", "2", "--history", "300", "--rate", "50", "--max-tokens", "8"),
         *("--device-tokens", "800", "--host-share", "0.5", "--ssd-share", "2"),
         *("--krul-options", '{"planner": "full-load", "ssd_timeout": 10}'),
-    ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    result = json.loads(summary.read_text())
+    )
+    result, _ = run_benchmark("benchmarks.multiturn", summary, *options)
     assert summary.stat().st_size < 8000
     names = [row["configuration"] for row in result["rows"]]
     assert names == ["recompute", "native+lru"]
@@ -125,15 +120,10 @@ def test_a_daemon_of_a_slow_disk_serves_and_knows_how_slow_it_is(tmp_path: Path)
 
 
 def test_what_returns_from_a_slow_disk_waits_while_others_are_being_answered(tmp_path: Path) -> None:
-    summary = tmp_path / "out.json"
-    command = [
-        *with_forked_servers("benchmarks.stalls", "--model", "bundled", "--json", str(summary)),
-        *("--servers", "waits", "--others", "3", "--returns", "2", "--tokens", "1500", "--dtype", "float32"),
-        *("--ssd-read-mbs", "40"),
-    ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    (row,) = json.loads(summary.read_text())["rows"]
+    options = ("--servers", "waits", "--others", "3", "--returns", "2", "--tokens", "1500")
+    more = ("--dtype", "float32", "--ssd-read-mbs", "40")
+    result, _ = run_benchmark("benchmarks.stalls", tmp_path / "out.json", *options, *more)
+    (row,) = result["rows"]
     assert (row["server"], row["others"], row["waited"]) == ("waits", 3, 2)
     assert row["found"] > 0.95
     assert row["ttft_s"]["median"] > 0 < row["steady_s"] <= row["gap_s"]["max"]

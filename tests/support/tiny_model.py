@@ -12,10 +12,12 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+
+_Model = TypeVar("_Model", bound="PreTrainedModel")
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<end>", "<system>", "<user>", "<assistant>")
 
@@ -62,17 +64,12 @@ def build_tiny_model(
     shape = _shape_with_tokenizer(
         path, vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, max_positions, init_std
     ) | {"head_dim": head_dim}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if num_experts:
-            experts = {
-                "num_experts": num_experts,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": hidden_size,
-            }
-            model: torch.nn.Module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
-        else:
-            model = LlamaForCausalLM(LlamaConfig(**shape))
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+    model: PreTrainedModel
+    if num_experts:
+        model = _random(Qwen3MoeForCausalLM, Qwen3MoeConfig(**shape, **experts), seed)
+    else:
+        model = _random(LlamaForCausalLM, LlamaConfig(**shape), seed)
     model.to(getattr(torch, dtype)).save_pretrained(path)
     return path
 
@@ -107,9 +104,8 @@ def build_eagle_pair(target: Path, draft: Path, build: Callable[[Path], Path] = 
     model = AutoModelForCausalLM.from_pretrained(build(target))
     _let_first_layer_decide(model)
     model.save_pretrained(target)
-    config_file = build_tiny_model(draft) / "config.json"
-    of_draft = {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]}
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | of_draft))
+    build_tiny_model(draft)
+    _configure(draft, {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]})
     weights = {
         f"layers.0.{name}": tensor.detach().clone()
         for name, tensor in model.model.layers[0].named_parameters()
@@ -175,6 +171,8 @@ LATENT_RANK, LATENT_ROTARY = 64, 32
 """Channels of a token's latent KV, and of its key with rotary embedding, in ``build_latent_model``."""
 
 
+_LATENT = {"kv_lora_rank": LATENT_RANK, "qk_rope_head_dim": LATENT_ROTARY, "qk_nope_head_dim": 64}
+
 LATENT_KINDS = {"glm4_moe_lite": "Glm4MoeLiteForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
 """Models with DeepSeek-V3's layers, and their classes."""
 
@@ -195,15 +193,11 @@ def build_latent_model(
     With ``predicts_ahead`` it has experts in its first layer, too, and one more layer that drafts (MTP),
     which is right more often than not: see ``build_eagle_pair``.
     """
-    import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-    shape = _shape_with_tokenizer(path, 512, 256, num_layers, 4, 4, 8192, 0.08)
-    latent = {
+    shape = _shape_with_tokenizer(path, num_layers=num_layers, num_kv_heads=4)
+    latent = _LATENT | {
         "q_lora_rank": q_lora_rank,
-        "kv_lora_rank": LATENT_RANK,
-        "qk_rope_head_dim": LATENT_ROTARY,
-        "qk_nope_head_dim": 64,
         "v_head_dim": 64,
         "first_k_dense_replace": 0 if predicts_ahead else 1 if num_experts else num_layers,
         "moe_intermediate_size": 128,
@@ -225,14 +219,13 @@ def build_latent_model(
             "beta_slow": 1,
         },
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        if num_experts or kind is not None:
-            # As SGLang names what DeepSeek-V3 does.
-            gate = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-            model: torch.nn.Module = DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **latent, **gate))
-        else:
-            model = DeepseekV2ForCausalLM(DeepseekV2Config(**shape, **latent))
+    model: PreTrainedModel
+    if num_experts or kind is not None:
+        # As SGLang names what DeepSeek-V3 does.
+        gate = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        model = _random(DeepseekV3ForCausalLM, DeepseekV3Config(**shape, **latent, **gate))
+    else:
+        model = _random(DeepseekV2ForCausalLM, DeepseekV2Config(**shape, **latent))
     if predicts_ahead:
         _let_first_layer_decide(model)
     model.save_pretrained(path)
@@ -241,8 +234,7 @@ def build_latent_model(
     if kind is not None:
         of_layers = ["sparse" if num_experts and layer else "dense" for layer in range(num_layers)]
         named = {"model_type": kind, "architectures": [LATENT_KINDS[kind]], "mlp_layer_types": of_layers}
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | named))
+        _configure(path, named)
     return path
 
 
@@ -268,100 +260,64 @@ def _add_drafting_layer(path: Path) -> None:
     }
     added |= {f"model.layers.{number}.{name}.weight": tensor for name, tensor in own.items()}
     save_file(weights | added, file, metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    _configure(path, {"num_nextn_predict_layers": 1})
 
 
 def build_minicpm3_model(path: Path) -> Path:
     """As ``build_latent_model``: a MiniCPM3, whose layers know no pipeline stages."""
-    import torch
     from transformers import MiniCPM3Config, MiniCPM3ForCausalLM
 
-    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 4, 8192, 0.08)
-    latent = {
-        "q_lora_rank": 96,
-        "kv_lora_rank": LATENT_RANK,
-        "qk_rope_head_dim": LATENT_ROTARY,
-        "qk_nope_head_dim": 64,
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        MiniCPM3ForCausalLM(MiniCPM3Config(**shape, **latent)).save_pretrained(path)
-    return path
+    shape = _shape_with_tokenizer(path, num_kv_heads=4)
+    return _save(path, MiniCPM3ForCausalLM, MiniCPM3Config(**shape, **_LATENT, q_lora_rank=96))
+
+
+def _windows(window: int) -> dict[str, Any]:
+    """Of four layers: every second one attends to all tokens, the others to the last ``window``."""
+    types = 2 * ["sliding_attention", "full_attention"]
+    return {"head_dim": 64, "sliding_window": window, "layer_types": types}
 
 
 def build_window_model(path: Path, *, window: int) -> Path:
     """As ``build_tiny_model``: a Gemma-3 whose even layers attend to the last ``window`` tokens. SGLang keeps
     their KV in the pool of all layers."""
-    import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 2, 8192, 0.08)
-    windows = {
-        "head_dim": 64,
-        "query_pre_attn_scalar": 64,
-        "sliding_window": window,
-        "layer_types": 2 * ["sliding_attention", "full_attention"],
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Gemma3ForCausalLM(Gemma3TextConfig(**shape, **windows)).save_pretrained(path)
-    return path
+    shape = _shape_with_tokenizer(path)
+    config = Gemma3TextConfig(**shape, **_windows(window), query_pre_attn_scalar=64)
+    return _save(path, Gemma3ForCausalLM, config)
 
 
 def build_window_pool_model(path: Path, *, window: int) -> Path:
     """As ``build_window_model``: a Mellum without experts. SGLang has a pool for layers with windows, which
     have a rotary embedding of their own."""
-    import torch
     from transformers import MellumConfig, MellumForCausalLM
 
-    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 2, 8192, 0.08)
-    layers = {
-        "head_dim": 64,
-        "sliding_window": window,
-        "layer_types": 2 * ["sliding_attention", "full_attention"],
-        "mlp_layer_types": 4 * ["dense"],
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        MellumForCausalLM(MellumConfig(**shape, **layers)).save_pretrained(path)
-    return path
+    shape = _shape_with_tokenizer(path)
+    config = MellumConfig(**shape, **_windows(window), mlp_layer_types=4 * ["dense"])
+    return _save(path, MellumForCausalLM, config)
 
 
 def build_sinks_model(path: Path, *, window: int) -> Path:
     """As ``build_window_pool_model``: a gpt-oss with two of four experts per token."""
-    import torch
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 2, 8192, 0.08) | {"intermediate_size": 256}
-    layers = {
-        "head_dim": 64,
-        "sliding_window": window,
-        "layer_types": 2 * ["sliding_attention", "full_attention"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        GptOssForCausalLM(GptOssConfig(**shape, **layers)).save_pretrained(path)
-    return path
+    shape = _shape_with_tokenizer(path) | {"intermediate_size": 256}
+    config = GptOssConfig(**shape, **_windows(window), num_local_experts=4, num_experts_per_tok=2)
+    return _save(path, GptOssForCausalLM, config)
 
 
 def build_hybrid_model(path: Path) -> Path:
     """As ``build_tiny_model``: an LFM2 in float32, of two layers with attention, each between others with
     short convolutions."""
-    import torch
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
-    shape = _shape_with_tokenizer(path, 512, 256, 5, 4, 2, 8192, 0.08)
+    shape = _shape_with_tokenizer(path, num_layers=5)
     layers = {
         "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
         "conv_L_cache": 3,
         "block_auto_adjust_ff_dim": False,
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Lfm2ForCausalLM(Lfm2Config(**shape | layers)).save_pretrained(path)
-    return path
+    return _save(path, Lfm2ForCausalLM, Lfm2Config(**shape | layers))
 
 
 def build_delta_rule_model(path: Path) -> Path:
@@ -369,7 +325,7 @@ def build_delta_rule_model(path: Path) -> Path:
     gated delta rule. Each token has both of two experts, so no rounding chooses others."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 2, 8192, 0.08)
+    shape = _shape_with_tokenizer(path)
     layers = {
         "layer_types": 2 * ["linear_attention", "full_attention"],
         "full_attention_interval": 2,
@@ -383,8 +339,7 @@ def build_delta_rule_model(path: Path) -> Path:
         "moe_intermediate_size": 256,
         "shared_expert_intermediate_size": 256,
     }
-    _save_recurrent(path, Qwen3NextForCausalLM, Qwen3NextConfig(**shape | layers))
-    return path
+    return _save_recurrent(path, Qwen3NextForCausalLM, Qwen3NextConfig(**shape | layers))
 
 
 def build_mamba_model(path: Path) -> Path:
@@ -392,7 +347,7 @@ def build_mamba_model(path: Path) -> Path:
     with a Mamba-2 recurrence."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    shape = _shape_with_tokenizer(path, 512, 256, 7, 4, 2, 8192, 0.08)
+    shape = _shape_with_tokenizer(path, num_layers=7)
     # Each of these layers has one of: a recurrence, attention, an MLP.
     layers = {
         "hybrid_override_pattern": "M*-M*-M",
@@ -406,9 +361,7 @@ def build_mamba_model(path: Path) -> Path:
     }
     _save_recurrent(path, NemotronHForCausalLM, NemotronHConfig(**shape | layers))
     # SGLang reads what the published ones have, not what transformers makes of it.
-    config = json.loads((path / "config.json").read_text())
-    del config["layers_block_type"]
-    (path / "config.json").write_text(json.dumps(config | layers))
+    _configure(path, layers, without="layers_block_type")
     return path
 
 
@@ -417,22 +370,18 @@ def build_kimi_model(path: Path) -> Path:
     delta rule has a decay for each channel."""
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
-    shape = _shape_with_tokenizer(path, 512, 256, 4, 4, 4, 8192, 0.08)
+    shape = _shape_with_tokenizer(path, num_kv_heads=4)
     # Layers count from one, as in published ones.
     rule = {"kda_layers": [1, 3], "full_attn_layers": [2, 4]}
-    layers = {
+    layers = _LATENT | {
         "linear_attn_config": {**rule, "num_heads": 4, "head_dim": 32, "short_conv_kernel_size": 4},
         "first_k_dense_replace": 4,
-        "kv_lora_rank": LATENT_RANK,
-        "qk_rope_head_dim": LATENT_ROTARY,
-        "qk_nope_head_dim": 64,
         "v_head_dim": 64,
     }
     _save_recurrent(path, KimiLinearForCausalLM, KimiLinearConfig(**shape | layers))
     # As published ones name them: transformers writes the name of experts' layers.
     _rename_weights(path, ".block_sparse_moe.", ".mlp.")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | layers | {"num_experts": None}))
+    _configure(path, layers | {"num_experts": None})
     return path
 
 
@@ -443,7 +392,7 @@ def build_granite_model(path: Path) -> Path:
     """As ``build_mamba_model``: a Granite-4, whose layers have an MLP each, and no positions."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-    shape = _shape_with_tokenizer(path, 512, 256, 5, 4, 2, 8192, 0.08)
+    shape = _shape_with_tokenizer(path, num_layers=5)
     layers = {
         "layer_types": ["mamba", "attention", "mamba", "attention", "mamba"],
         "position_embedding_type": "nope",
@@ -453,30 +402,46 @@ def build_granite_model(path: Path) -> Path:
         "shared_intermediate_size": 512,
         "mamba_expand": 1,
     }
-    _save_recurrent(
-        path, GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig(**shape | _MAMBA_LAYERS | layers)
-    )
-    return path
+    config = GraniteMoeHybridConfig(**shape | _MAMBA_LAYERS | layers)
+    return _save_recurrent(path, GraniteMoeHybridForCausalLM, config)
 
 
 def build_parallel_model(path: Path) -> Path:
     """As ``build_mamba_model``: a Falcon-H1, whose layers have attention beside their recurrence."""
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
-    shape = _shape_with_tokenizer(path, 512, 256, 3, 4, 2, 8192, 0.08)
+    shape = _shape_with_tokenizer(path, num_layers=3)
     layers = {"mamba_d_ssm": 256}
-    _save_recurrent(path, FalconH1ForCausalLM, FalconH1Config(**shape | _MAMBA_LAYERS | layers))
+    return _save_recurrent(path, FalconH1ForCausalLM, FalconH1Config(**shape | _MAMBA_LAYERS | layers))
+
+
+def _random(architecture: type[_Model], config: PretrainedConfig, seed: int = 0) -> _Model:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return architecture(config)
+
+
+def _save(path: Path, architecture: type[PreTrainedModel], config: PretrainedConfig) -> Path:
+    _random(architecture, config).save_pretrained(path)
     return path
 
 
-def _save_recurrent(path: Path, architecture: type[PreTrainedModel], config: PretrainedConfig) -> None:
+def _configure(path: Path, changes: dict[str, Any], without: str = "") -> None:
+    """Change the configuration of a checkpoint, and leave one of its fields out."""
+    file = path / "config.json"
+    config = json.loads(file.read_text()) | changes
+    config.pop(without, None)
+    file.write_text(json.dumps(config))
+
+
+def _save_recurrent(path: Path, architecture: type[PreTrainedModel], config: PretrainedConfig) -> Path:
     """Write a random model whose recurrent heads remember from a few tokens to some hundred. Without that all
     remember a few."""
     import torch
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = architecture(config)
+    model = _random(architecture, config)
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if name.endswith(".A_log"):
@@ -484,6 +449,7 @@ def _save_recurrent(path: Path, architecture: type[PreTrainedModel], config: Pre
             elif name.endswith(".dt_bias"):
                 weights.fill_(-2.0)
     model.save_pretrained(path)
+    return path
 
 
 def build_mtp_model(path: Path) -> Path:
@@ -524,12 +490,9 @@ _IMAGE_TEMPLATE = (
 
 def build_vision_model(path: Path) -> Path:
     """As ``build_tiny_model``: a Qwen2-VL with its processor, which makes a token of 8 x 8 pixels."""
-    import torch
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    shape = _shape_with_tokenizer(
-        path, 512, 256, 4, 4, 2, 8192, 0.08, special_tokens=(*SPECIAL_TOKENS, *VISION_TOKENS)
-    )
+    shape = _shape_with_tokenizer(path, special_tokens=(*SPECIAL_TOKENS, *VISION_TOKENS))
     ids = json.loads((path / "tokenizer.json").read_text())["added_tokens"]
     id_of = {token["content"]: token["id"] for token in ids}
     patches = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
@@ -551,9 +514,7 @@ def build_vision_model(path: Path) -> Path:
         video_token_id=id_of["<|video_pad|>"],
         tie_word_embeddings=False,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen2VLForConditionalGeneration(config).save_pretrained(path)
+    _save(path, Qwen2VLForConditionalGeneration, config)
     names = {"processor_class": "Qwen2VLProcessor", "image_processor_type": "Qwen2VLImageProcessor"}
     preprocessor = {
         **names,
@@ -577,7 +538,6 @@ SOUND_TOKENS = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
 
 def build_audio_model(path: Path) -> Path:
     """As ``build_tiny_model``: a Qwen2-Audio with its processor, which makes 25 tokens of a second."""
-    import torch
     from transformers import (
         AutoTokenizer,
         Qwen2AudioConfig,
@@ -586,9 +546,7 @@ def build_audio_model(path: Path) -> Path:
         WhisperFeatureExtractor,
     )
 
-    shape = _shape_with_tokenizer(
-        path, 512, 256, 4, 4, 2, 8192, 0.08, special_tokens=(*SPECIAL_TOKENS, *SOUND_TOKENS)
-    )
+    shape = _shape_with_tokenizer(path, special_tokens=(*SPECIAL_TOKENS, *SOUND_TOKENS))
     tokenizer = AutoTokenizer.from_pretrained(path)
     encoder = {"d_model": 64, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 128}
     config = Qwen2AudioConfig(
@@ -597,9 +555,7 @@ def build_audio_model(path: Path) -> Path:
         audio_config={**encoder, "num_mel_bins": 128, "max_source_positions": 1500, "init_std": 0.08},
         audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen2AudioForConditionalGeneration(config).save_pretrained(path)
+    _save(path, Qwen2AudioForConditionalGeneration, config)
     _rename_weights(path, ".model.model.", ".model.")
     Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=128), tokenizer).save_pretrained(path)
     return path
@@ -617,13 +573,13 @@ def _rename_weights(path: Path, name: str, published: str) -> None:
 
 def _shape_with_tokenizer(
     path: Path,
-    vocab_size: int,
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    max_positions: int,
-    init_std: float,
+    vocab_size: int = 512,
+    hidden_size: int = 256,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_positions: int = 8192,
+    init_std: float = 0.08,
     special_tokens: tuple[str, ...] = SPECIAL_TOKENS,
 ) -> dict[str, Any]:
     """Write the tokenizer; returns the model's configuration as far as all architectures share it."""
@@ -657,7 +613,6 @@ def random_llama(
     seed: int = 3,
 ) -> LlamaForCausalLM:
     """A random Llama in fp32 with two query heads per KV head, for tests that call it in their process."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -671,9 +626,7 @@ def random_llama(
         max_position_embeddings=max_positions,
         initializer_range=init_std,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).train(False)
+    return _random(LlamaForCausalLM, config, seed).train(False)
 
 
 def _write_tokenizer(path: Path, vocab_size: int, special_tokens: tuple[str, ...]) -> dict[str, int]:
