@@ -18,7 +18,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
-# The same promises with more rounds, cases and settings: about half an hour.
+# The same promises with more rounds, cases and settings: about three quarters of an hour.
 test-long: $(STAMP)
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m long $(ARGS)
 

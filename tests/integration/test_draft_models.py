@@ -122,6 +122,8 @@ OTHERS_SHOW = (
     "standalone-page-16-whole-loads",
     "standalone-page-16-failing-loads",
     "standalone-page-16-two-ranks",
+    "eagle-3-page-1-random-heads",
+    "mtp-page-16-failing-loads",
     "mtp-page-16-two-ranks",
 )
 
