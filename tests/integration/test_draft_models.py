@@ -119,12 +119,8 @@ MODES = {
     "mtp-page-16-two-ranks": Mode(MTP, RANDOM, env=TWO_RANKS, args=("--tp", "2")),
 }
 OTHERS_SHOW = (
-    "standalone-page-16-whole-loads",
-    "standalone-page-16-failing-loads",
-    "standalone-page-16-two-ranks",
-    "eagle-3-page-1-random-heads",
-    "mtp-page-16-failing-loads",
-    "mtp-page-16-two-ranks",
+    *(f"standalone-page-16-{shown}" for shown in ("whole-loads", "failing-loads", "two-ranks")),
+    *("eagle-3-page-1-random-heads", "mtp-page-16-failing-loads", "mtp-page-16-two-ranks"),
 )
 
 
