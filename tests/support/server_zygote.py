@@ -98,7 +98,7 @@ def _end_soon() -> None:
 
 
 class _Hasty:
-    """A module whose ``sleep`` takes a tenth of a second at most."""
+    """A module whose ``sleep`` takes a quarter of a second at most."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -107,11 +107,11 @@ class _Hasty:
         return getattr(self._module, name)
 
     def sleep(self, seconds: float) -> Any:
-        return self._module.sleep(min(seconds, 0.1))
+        return self._module.sleep(min(seconds, 0.25))
 
 
 def _be_ready_soon() -> None:
-    """Let servers say within a tenth of a second that they are ready: SGLang sleeps a second before its first
+    """Let servers say within half a second that they are ready: SGLang sleeps a second before its first
     request to itself, and one for each time that it is asked."""
     from sglang.srt.entrypoints import http_server
 
