@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import urllib.request
@@ -38,7 +37,7 @@ from tests.support.scenario import (
     small_krul_server_args,
 )
 from tests.support.server_plugin import LEFT_OUT_DRAFTS, WITH_PLUGIN, faulty_loads
-from tests.support.tiny_model import build_eagle_pair, build_latent_model, build_tiny_model
+from tests.support.tiny_model import build_eagle_pair, build_latent_model, build_tiny_model, configure
 
 NUM_TURNS = 4
 EDGE_PROMPTS = (320, 321)
@@ -142,12 +141,12 @@ def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     small = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "hidden_size": 64}
     build_eagle_pair(root / "target", root / "eagle")
     shutil.copytree(root / "eagle", root / "eagle3", ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((root / "eagle3" / "config.json").read_text()) | {
+    of_eagle3 = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": None,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     }
-    (root / "eagle3" / "config.json").write_text(json.dumps(config))
+    configure(root / "eagle3", of_eagle3)
     return {
         "llama": tiny_models["float32"],
         "small": build_tiny_model(root / "small", seed=1, **small),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ import pytest
 
 from demo.server import default_device_args, find_free_port
 from tests.support.scenario import KRUL
+from tests.support.tiny_model import configure
 
 
 def launch(
@@ -90,8 +90,7 @@ def test_a_model_that_is_refused_stops_the_server(tiny_models: dict[str, Path], 
     """Known from the checkpoint only, whose configuration is read before a process starts."""
     model = tmp_path / "model"
     shutil.copytree(tiny_models["float32"], model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "sparse_config": {"block_size": 64}}))
+    configure(model, {"sparse_config": {"block_size": 64}})
     result = launch(model, "--max-total-tokens", "1024")
     assert result.returncode != 0
     [line] = [line for line in result.stderr.splitlines() if line.startswith("krul-sglang: ")]

@@ -105,7 +105,7 @@ def build_eagle_pair(target: Path, draft: Path, build: Callable[[Path], Path] = 
     _let_first_layer_decide(model)
     model.save_pretrained(target)
     build_tiny_model(draft)
-    _configure(draft, {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]})
+    configure(draft, {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]})
     weights = {
         f"layers.0.{name}": tensor.detach().clone()
         for name, tensor in model.model.layers[0].named_parameters()
@@ -234,7 +234,7 @@ def build_latent_model(
     if kind is not None:
         of_layers = ["sparse" if num_experts and layer else "dense" for layer in range(num_layers)]
         named = {"model_type": kind, "architectures": [LATENT_KINDS[kind]], "mlp_layer_types": of_layers}
-        _configure(path, named)
+        configure(path, named)
     return path
 
 
@@ -260,7 +260,7 @@ def _add_drafting_layer(path: Path) -> None:
     }
     added |= {f"model.layers.{number}.{name}.weight": tensor for name, tensor in own.items()}
     save_file(weights | added, file, metadata={"format": "pt"})
-    _configure(path, {"num_nextn_predict_layers": 1})
+    configure(path, {"num_nextn_predict_layers": 1})
 
 
 def build_minicpm3_model(path: Path) -> Path:
@@ -361,7 +361,7 @@ def build_mamba_model(path: Path) -> Path:
     }
     _save_recurrent(path, NemotronHForCausalLM, NemotronHConfig(**shape | layers))
     # SGLang reads what the published ones have, not what transformers makes of it.
-    _configure(path, layers, without="layers_block_type")
+    configure(path, layers, without="layers_block_type")
     return path
 
 
@@ -381,7 +381,7 @@ def build_kimi_model(path: Path) -> Path:
     _save_recurrent(path, KimiLinearForCausalLM, KimiLinearConfig(**shape | layers))
     # As published ones name them: transformers writes the name of experts' layers.
     _rename_weights(path, ".block_sparse_moe.", ".mlp.")
-    _configure(path, layers | {"num_experts": None})
+    configure(path, layers | {"num_experts": None})
     return path
 
 
@@ -428,7 +428,7 @@ def _save(path: Path, architecture: type[PreTrainedModel], config: PretrainedCon
     return path
 
 
-def _configure(path: Path, changes: dict[str, Any], without: str = "") -> None:
+def configure(path: Path, changes: dict[str, Any], without: str = "") -> None:
     """Change the configuration of a checkpoint, and leave one of its fields out."""
     file = path / "config.json"
     config = json.loads(file.read_text()) | changes
